@@ -245,8 +245,8 @@ class Backend(Protocol):
 
     async def card(self) -> ModelCard: ...
 
-    def check_open(self, timeout_s: float) -> None:
-        """Raises the error that any work of this timeout would meet now, so that its body need not be read."""
+    def check_open(self, timeout_s: float, tenant: str) -> None:
+        """Raises the error that any work of the tenant would meet now, so that its body need not be read."""
         ...
 
     def readiness(self) -> dict[str, object]:

@@ -223,8 +223,9 @@ class EngineOptions:
     admission_tokens: Annotated[int, Range(1, 1 << 20)] = 64
     """KV cache slots reserved beyond the prompt when a request is admitted."""
     max_queued_tokens: Annotated[int | None, Range(1, 1 << 40)] = None
-    """Replica admission: a replica with more queued tokens answers 429; an empty queue takes any request. None: what it
-    computes in 8 s at the measured rate, and 262,144 until that is known."""
+    """Replica admission: a request is answered 429 where more tokens than these are served before its end, those of its
+    own key and at most as many of each other key; an empty queue takes any request. None: what the replica computes in
+    8 s at the measured rate, and 262,144 until that is known."""
     prefix_cache: bool = True
     """Reuses the keys and values of prompts that begin alike."""
     compile: bool = True

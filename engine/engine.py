@@ -42,11 +42,13 @@ from engine.scheduler.request_state import (
     Submission,
     item_ends,
 )
+from engine.tenant_queues import TenantTokens
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingLimits
 
 log = logging.getLogger(__name__)
 
+NO_WORK = TenantTokens("", 0, 0)
 ONE_CHUNK = 1 << 62  # tokens a chunk: one chunk a branch
 
 
@@ -147,8 +149,8 @@ class Engine:
     def check_room(self, requests: Sequence[GenerateRequest]) -> None:
         """Checks that the engine would take all of the requests now.
 
-        A caller that submits them as `already_admitted` afterwards has none refused once the others have cost
-        something.
+        They are of one tenant and priority. A caller that submits them as `already_admitted` afterwards has none
+        refused once the others have cost something.
 
         Raises:
             EngineError: one of the requests is invalid, or the queue is full.
@@ -157,20 +159,20 @@ class Engine:
         for request in requests:
             check_generate(request, self._bounds, new_tokens=0 if request.prompt_only else 1)
         self._check_open()
-        if cost := sum(self._cost(request) for request in requests if not request.already_admitted):
-            self.core.tracker.check_room(cost)
+        fresh = [self._work(request) for request in requests if not request.already_admitted]
+        if cost := sum(work.tokens for work in fresh):
+            self.core.tracker.check_room(fresh[0]._replace(tokens=cost))
 
     def takes(self, requests: Sequence[RowsRequest | None]) -> list[bool]:
         """Tells which requests the queue would take, if they came now and in this order. None costs nothing."""
-        return self.core.tracker.takes([0 if request is None else self._cost(request) for request in requests])
+        return self.core.tracker.takes(NO_WORK if request is None else self._work(request) for request in requests)
 
-    def _cost(self, request: EngineRequest) -> int:
-        return request_cost(request, self.config.costs)
+    def _work(self, request: EngineRequest) -> TenantTokens:
+        return TenantTokens(request.tenant, request.priority, request_cost(request, self.config.costs))
 
     def queue(self) -> Load:
-        """Returns how much waits, how fast it is worked off, and how much may wait."""
-        tracker = self.core.tracker
-        return Load(tracker.queued_tokens, self.core.recorder.throughput.tokens_per_s, tracker.max_queued_tokens)
+        """Returns how much waits and whose it is, how fast it is worked off, and how much may wait."""
+        return self.core.tracker.load()
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Scores labels after each row. Cancelling the caller cancels the request.
@@ -275,8 +277,8 @@ class Engine:
         """
         self._check_open()
         domain: Hashable = (tree, request.cache_salt) if self.config.prefix_cache else object()
-        cost = self._cost(request)
-        arrival = self.core.tracker.admit(cost, already_admitted=request.already_admitted)
+        work = self._work(request)
+        arrival = self.core.tracker.admit(work, already_admitted=request.already_admitted)
         now = self._clock()
         return Submission(
             results=ResultQueue(asyncio.get_running_loop()),
@@ -284,7 +286,7 @@ class Engine:
             submitted=now,
             deadline=now + request.timeout_s,
             domain=domain,
-            queued=cost,
+            queued=work.tokens,
         )
 
     def _check_language_model(self) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from engine.tenant_queues import TenantTokens
 from gpu_sampler.sampling_params import SamplingParams
 
 Int32s = npt.NDArray[np.int32]
@@ -130,7 +131,9 @@ class Load(NamedTuple):
 
     queued_tokens: int  # of cost: see engine.request_cost
     tokens_per_s: float  # at which they are worked off; 0 while unknown
-    max_queued_tokens: int = 0  # a fuller queue takes nothing more; 0 where that is not reported
+    max_queued_tokens: int = 0  # a longer wait takes nothing more; 0 where that is not reported
+    tenants: tuple[TenantTokens, ...] = ()  # the longest queues that `queued_tokens` are of
+    other_queues: int = 0  # how many more there are
 
 
 class ScoreResult(NamedTuple):

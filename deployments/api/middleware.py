@@ -72,7 +72,7 @@ class RequestMiddleware:
         observer: IngressMetrics,
         router: Router,
         access: Authenticator,
-        check_open: Callable[[float], None],
+        check_open: Callable[[float, str], None],
     ) -> None:
         """Keeps what the checks need.
 
@@ -82,7 +82,7 @@ class RequestMiddleware:
             observer: Receives the counts.
             router: Holds the routes of the application.
             access: Keys, scopes and quotas.
-            check_open: Raises ApiError if no replica would take work with so many seconds left.
+            check_open: Raises ApiError if no replica would take work of a tenant with so many seconds left.
         """
         self._app = app
         self._settings = settings
@@ -155,7 +155,7 @@ class RequestMiddleware:
             maximum = min(maximum, context.key.limits.max_body_bytes)
         self._check_room(length, maximum)
         if context.route not in _NO_WORK:
-            self._check_open(context.timeout_s(self._settings.deadlines.max_s))
+            self._check_open(context.timeout_s(self._settings.deadlines.max_s), context.tenant)
         self._requests += 1
         try:
             context.body = await self._read(receive, length, maximum, context)

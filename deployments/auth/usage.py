@@ -204,8 +204,8 @@ class MeteredBackend:
     async def card(self) -> ModelCard:
         return await self._backend.card()
 
-    def check_open(self, timeout_s: float) -> None:
-        self._backend.check_open(timeout_s)
+    def check_open(self, timeout_s: float, tenant: str) -> None:
+        self._backend.check_open(timeout_s, tenant)
 
     def readiness(self) -> dict[str, object]:
         return self._backend.readiness()

@@ -4,23 +4,26 @@ Costs are those of `engine.request_cost`. A replica decides the same for itself 
 admission, `engine.scheduler.request_tracker`), and its decision counts: an ingress only knows what replies reported,
 and spares both sides the call.
 
+Replicas serve tenants in equal shares, so the wait that counts is the tenant's own: its queue, and as much of every
+other tenant's. A tenant with a full queue is no reason to refuse the small requests of another.
+
 Under overload an ingress mostly refuses, and most of a refusal is to fetch, parse and tokenise a body in order to
 learn its cost. The last part of a queue is therefore reserved for requests that have been read: while no queue has more
 room than that, others are refused by their headers.
 """
 
-from collections.abc import Iterable
-
 from deployments.config.sections import AdmissionArgs
 from deployments.errors import MAX_RETRY_AFTER_S, ApiError
+from deployments.limits import PRIORITIES
 from deployments.protocol import AnyCall, common
 from deployments.routing.load_tracker import LoadTracker, QueueEstimate
 from engine.config import Costs
 from engine.request_cost import request_cost
+from engine.tenant_queues import TenantTokens
 
 # The part of the time left that the queue may take: a queue that is served fairly makes each wait up to twice as long.
 MAX_WAIT_SHARE = 0.4
-RESERVED_SHARE = 1 / 16  # of a queue's bound, for requests that have been read: half a second of eight
+RESERVED_SHARE = 1 / 16  # of a tenant's bound, for requests that have been read: half a second of eight
 MIN_WAIT_S = 1.0  # retry-after of a queue whose speed is unknown
 
 
@@ -32,9 +35,10 @@ class Admission:
         self._costs = costs
         self._loads = loads
 
-    def cost(self, call: AnyCall) -> int:
-        """Returns the cost of all requests of the call."""
-        return sum(request_cost(request, self._costs) for request in (call if isinstance(call, tuple) else (call,)))
+    def work(self, call: AnyCall) -> TenantTokens:
+        """Returns the cost of all requests of the call, and whose they are."""
+        cost = sum(request_cost(request, self._costs) for request in (call if isinstance(call, tuple) else (call,)))
+        return TenantTokens(common(call).tenant, common(call).priority, cost)
 
     def admit(self, call: AnyCall, blocks: int = 1) -> None:
         """Raises ApiError `deadline_exceeded` or `overloaded` for a call that no replica could take in time.
@@ -44,30 +48,35 @@ class Admission:
         timeout_s = common(call).timeout_s
         if timeout_s <= 0:
             raise deadline_passed()
-        wait_s = self.wait_s(-(-self.cost(call) // blocks), timeout_s)
+        work = self.work(call)
+        wait_s = self.wait_s(work._replace(tokens=-(-work.tokens // blocks)), timeout_s)
         if wait_s > 0:
             raise overloaded(wait_s)
 
-    def check_open(self, timeout_s: float) -> None:
-        """Raises ApiError `overloaded` where no queue has more room than the reserved part.
+    def check_open(self, timeout_s: float, tenant: str) -> None:
+        """Raises ApiError `overloaded` where no queue has more room for the tenant than the reserved part.
 
-        The request has not been read yet, so its cost is unknown.
+        The request has not been read yet, so its cost and priority are unknown. The tenants share the reserved part.
         """
-        wait_s = min(
-            (self._wait_s(queue, RESERVED_SHARE * queue.max_tokens, timeout_s) for queue in self._queues()), default=0.0
-        )
+        wait_s = min((self._closed_s(name, timeout_s, tenant) for name in self._loads.replicas), default=0.0)
         if wait_s > 0:
             raise overloaded(wait_s)
 
-    def wait_s(self, cost: int, timeout_s: float) -> float:
-        """Returns the seconds until some replica would take the cost: 0 where one would now, or none is known."""
-        return min((self._wait_s(queue, cost, timeout_s) for queue in self._queues()), default=0.0)
+    def _closed_s(self, name: str, timeout_s: float, tenant: str) -> float:
+        queue = self._loads.queue(name)
+        cost = int(RESERVED_SHARE * queue.max_tokens / max(1, queue.tenants))
+        return self._wait_s(self._loads.queue_before(name, TenantTokens(tenant, PRIORITIES[0], cost)), cost, timeout_s)
 
-    def _queues(self) -> Iterable[QueueEstimate]:
-        return map(self._loads.queue, self._loads.replicas)
+    def wait_s(self, work: TenantTokens, timeout_s: float) -> float:
+        """Returns the seconds until some replica would take the work: 0 where one would now, or none is known."""
+        queues = (self._loads.queue_before(name, work) for name in self._loads.replicas)
+        return min((self._wait_s(queue, work.tokens, timeout_s) for queue in queues), default=0.0)
 
     def _wait_s(self, queue: QueueEstimate, cost: float, timeout_s: float) -> float:
-        """Returns the wait at one queue. An idle replica takes whatever the limits allow: waiting would not help."""
+        """Returns the wait at one queue, `queue` being what it serves before.
+
+        An idle replica takes whatever the limits allow: waiting would not help.
+        """
         tokens, rate = queue.tokens, queue.tokens_per_s
         if tokens < 1:
             return 0.0

@@ -153,8 +153,8 @@ class Dispatcher:
         with self._metrics.timed("admit"):
             self._admission.admit(call, blocks)
 
-    def check_open(self, timeout_s: float) -> None:
-        self._admission.check_open(timeout_s)
+    def check_open(self, timeout_s: float, tenant: str) -> None:
+        self._admission.check_open(timeout_s, tenant)
 
     async def card(self) -> ModelCard:
         self._caller.check_ready()

@@ -6,10 +6,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.requests import Load
+from engine.tenant_queues import TenantQueues, TenantTokens
 
 Listener = Callable[[frozenset[str], frozenset[str]], None]
 MAX_LEFT = 1024
@@ -18,11 +19,12 @@ UNKNOWN_RATE_S = 1.0  # a queue of unknown speed is taken for done after this lo
 
 
 class QueueEstimate(NamedTuple):
-    """Holds a replica's queue as this process believes it to be."""
+    """Holds a replica's queue, or what of it is served before a request, as this process believes it to be."""
 
     tokens: float
     tokens_per_s: float  # worked off; 0 while unknown
-    max_tokens: int  # a fuller queue takes nothing more; 0 while unknown
+    max_tokens: int  # a request with more before its end is not taken; 0 while unknown
+    tenants: int = 0  # whose queues are not empty
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,33 +32,46 @@ class _Replica:
     """Holds the tokens waiting at `when`, and how fast they are worked off."""
 
     when: float = 0.0
-    tokens: float = 0.0
+    queues: TenantQueues = field(default_factory=TenantQueues)
     rate: float = 0.0
     max_tokens: int = 0
     drain: float = 0.0
     reports: int = 0
-    held: int = 0  # tokens that wait in this process for their micro-batch
-
-    def queued(self, now: float) -> float:
-        return max(0.0, self.tokens - self.drain * (now - self.when))
+    held: TenantQueues = field(default_factory=TenantQueues)  # tokens that wait in this process for their micro-batch
 
     def load(self, now: float) -> float:
-        return self.queued(now) + self.held
+        return max(0.0, self.queues.total - self.drain * (now - self.when)) + self.held.total
 
-    def add(self, tokens: int, now: float) -> None:
-        self.when, self.tokens = now, max(0.0, self.queued(now) + tokens)
+    def waiting(self, now: float) -> TenantQueues:
+        self._work_off(now)
+        found = self.queues.copy()
+        found.add_all(self.held)
+        return found
+
+    def add(self, work: TenantTokens, now: float) -> None:
+        self._work_off(now)
+        self.queues.add(*work)
+
+    def take_back(self, work: TenantTokens, now: float) -> None:
+        self._work_off(now)
+        self.queues.take_back(work)
+
+    def _work_off(self, now: float) -> None:
+        self.queues.work_off(self.drain * (now - self.when))
+        self.when = now
 
     def report(self, load: Load, now: float) -> None:
-        self.when, self.tokens = now, load.queued_tokens
+        self.when = now
+        self.queues = TenantQueues.reported(load.queued_tokens, load.tenants, load.other_queues)
         self.rate, self.max_tokens = load.tokens_per_s, load.max_queued_tokens
-        self.drain = self.rate if self.rate > 0 else self.tokens / UNKNOWN_RATE_S
+        self.drain = self.rate if self.rate > 0 else self.queues.total / UNKNOWN_RATE_S
         self.reports += 1
 
 
 @dataclass(slots=True, kw_only=True)
 class _Ticket:
     replica: str
-    tokens: int
+    work: TenantTokens
     reports: int  # of its replica when it was sent: a later report counts it already
     held: bool = False  # it has not been sent
 
@@ -114,13 +129,23 @@ class LoadTracker:
             found = self._replicas.get(name)
             if found is None:
                 return QueueEstimate(0.0, 0.0, 0)
-            return QueueEstimate(found.load(self._clock()), found.rate, found.max_tokens)
+            load, tenants = found.load(self._clock()), len(found.queues)
+            return QueueEstimate(load, found.rate, found.max_tokens, tenants)
 
-    def send(self, name: str, tokens: int) -> int:
+    def queue_before(self, name: str, work: TenantTokens) -> QueueEstimate:
+        """Returns what the replica serves before the end of a request that comes now."""
+        with self._lock:
+            found = self._replicas.get(name)
+            if found is None:
+                return QueueEstimate(0.0, 0.0, 0)
+            queues = found.waiting(self._clock())
+            return QueueEstimate(queues.before(*work), found.rate, found.max_tokens, len(queues))
+
+    def send(self, name: str, tokens: int, tenant: str = "", priority: int = 0) -> int:
         """Returns a ticket for work on its way to a replica: `close` it."""
         with self._lock:
             number = next(self._numbers)
-            self._open(number, name, tokens)
+            self._open(number, name, TenantTokens(tenant, priority, tokens))
             return number
 
     def hold(self, number: int) -> None:
@@ -130,7 +155,7 @@ class LoadTracker:
             found = self._replicas.get(ticket.replica)
             if found is not None and not ticket.held:
                 self._take_back(ticket)
-                found.held += ticket.tokens
+                found.held.add(*ticket.work)
                 ticket.held = True
 
     def release(self, number: int) -> None:
@@ -139,7 +164,7 @@ class LoadTracker:
             ticket = self._tickets.get(number)
             if ticket is not None and ticket.held:
                 self._take_back(ticket)
-                self._open(number, ticket.replica, ticket.tokens)
+                self._open(number, ticket.replica, ticket.work)
 
     def moved(self, number: int, name: str) -> None:
         """Notes that the router sent the work to another replica than the first. A closed ticket is ignored."""
@@ -147,7 +172,7 @@ class LoadTracker:
             ticket = self._tickets.get(number)
             if ticket is not None and ticket.replica != name:
                 self._take_back(ticket)
-                self._open(number, name, ticket.tokens)
+                self._open(number, name, ticket.work)
 
     def report(self, number: int, load: Load) -> None:
         """Takes what the ticket's replica reports about itself."""
@@ -169,18 +194,18 @@ class LoadTracker:
             self._take_back(ticket)
             return ticket.replica
 
-    def _open(self, number: int, name: str, tokens: int) -> None:
+    def _open(self, number: int, name: str, work: TenantTokens) -> None:
         found = self._replicas.get(name)
-        self._tickets[number] = _Ticket(replica=name, tokens=tokens, reports=found.reports if found else 0)
+        self._tickets[number] = _Ticket(replica=name, work=work, reports=found.reports if found else 0)
         if found is not None:
-            found.add(tokens, self._clock())
+            found.add(work, self._clock())
 
     def _take_back(self, ticket: _Ticket) -> None:
         found = self._replicas.get(ticket.replica)
         if found is not None and ticket.held:
-            found.held = max(0, found.held - ticket.tokens)
+            found.held.take_back(ticket.work)
         elif found is not None and found.reports == ticket.reports:
-            found.add(-ticket.tokens, self._clock())
+            found.take_back(ticket.work, self._clock())
 
 
 @functools.cache

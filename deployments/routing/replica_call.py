@@ -163,7 +163,8 @@ class ReplicaCaller:
         Yields:
             The route of the call. When the block ends, the replica that the call did go to is added to `tried`.
         """
-        ticket = self.loads.send(ranked[0] if ranked else "", self._admission.cost(call))
+        work = self._admission.work(call)
+        ticket = self.loads.send(ranked[0] if ranked else "", work.tokens, work.tenant, work.priority)
         try:
             yield Route(tuple(ranked), ticket)
         finally:
@@ -199,7 +200,7 @@ class ReplicaCaller:
     def check_others(self, error: RetryableError, call: AnyCall, tried: set[str]) -> None:
         """Raises ApiError `overloaded` once every replica was too busy, with the time until one will not be."""
         if error.cause == "busy" and self.loads.replicas and tried.issuperset(self.loads.replicas):
-            raise overloaded(self._admission.wait_s(self._admission.cost(call), common(call).timeout_s)) from None
+            raise overloaded(self._admission.wait_s(self._admission.work(call), common(call).timeout_s)) from None
 
     @contextlib.contextmanager
     def errors(self, route: Route) -> Iterator[None]:

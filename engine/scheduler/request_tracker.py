@@ -4,21 +4,23 @@ import contextlib
 import heapq
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from engine.batch.input_batch import StepKind
 from engine.channels import Result, ResultDispatcher
 from engine.config import EngineConfig
 from engine.metrics import StepRecorder
-from engine.requests import EngineError, ErrorCode, FinishReason, GenerateRequest, LikelihoodRequest, RowsRequest
+from engine.requests import EngineError, ErrorCode, FinishReason, GenerateRequest, LikelihoodRequest, Load, RowsRequest
 from engine.scheduler.request_state import GenerationState, Phase, RequestState, ScoringState, SequenceState
 from engine.scheduler.scheduler import Scheduler, Step
 from engine.scheduler.token_stream import TokenStream
+from engine.tenant_queues import TenantQueues, TenantTokens
 
-MAX_QUEUE_S = 8.0  # a longer queue takes no more: its last request would wait too long
+MAX_QUEUE_S = 8.0  # a tenant that waits longer gets no more in: its last request would wait too long
 MAX_STALE_DEADLINES = 256
 UNKNOWN_QUEUE = 262_144  # tokens, while the rate is unknown
+REPORTED_QUEUES = 8  # of tenants, in each report
 
 
 class RequestTracker:
@@ -38,7 +40,6 @@ class RequestTracker:
     ) -> None:
         self.live: dict[int, GenerationState | ScoringState] = {}  # by arrival
         self.callers: dict[int, RequestState] = {}  # requests whose callers wait, by arrival
-        self.queued_tokens = 0
         self._config = config
         self._scheduler = scheduler
         self._stream = stream
@@ -47,47 +48,75 @@ class RequestTracker:
         self._clock = clock
         self._deadlines: list[tuple[float, int]] = []  # a heap of deadlines and arrivals
         self._queue_lock = threading.Lock()
+        self._queues = TenantQueues()
         self._arrivals = 0
 
     # Callers' threads.
 
     @property
+    def queued_tokens(self) -> int:
+        """Returns the tokens that wait, of all tenants."""
+        return int(self._queues.total)
+
+    @property
     def max_queued_tokens(self) -> int:
-        """Returns the tokens that may wait: at least as many as one step takes."""
+        """Returns the tokens that may be served before the end of a new request: at least as many as a step takes.
+
+        Tenants are served in equal shares, so T tenants may have at most 1 + 1/2 + .. + 1/T times as many waiting.
+        """
         if self._config.max_queued_tokens is not None:
             return self._config.max_queued_tokens
         rate = self._recorder.throughput.tokens_per_s
         return max(self._config.token_budget, int(MAX_QUEUE_S * rate)) if rate else UNKNOWN_QUEUE
 
-    def check_room(self, cost: int) -> None:
-        """Checks that the queue takes `cost` more tokens. An empty queue takes any request.
+    def load(self) -> Load:
+        """Returns how much waits and whose it is, how fast it is worked off, and how much may wait."""
+        with self._queue_lock:
+            total, count = self.queued_tokens, len(self._queues)
+            largest = self._queues.largest(REPORTED_QUEUES)
+        rate = self._recorder.throughput.tokens_per_s
+        return Load(total, rate, self.max_queued_tokens, largest, count - len(largest))
+
+    def check_room(self, work: TenantTokens) -> None:
+        """Checks that the queue takes a request's tokens. An empty queue takes any request.
 
         Raises:
-            EngineError: OVERLOADED, the queue is full.
+            EngineError: OVERLOADED, its tenant has too much before it.
         """
-        if self.queued_tokens and self.queued_tokens + cost > self.max_queued_tokens:
+        with self._queue_lock:
+            self._check_room(work)
+
+    def _check_room(self, work: TenantTokens) -> None:
+        if not self._has_room(self._queues, work):
             raise EngineError(ErrorCode.OVERLOADED, "The queue is full.")
 
-    def takes(self, costs: Sequence[int]) -> list[bool]:
-        """Tells which requests of such costs would be taken if they came now and in this order."""
-        taken, queued = list[bool](), self.queued_tokens
-        for cost in costs:
-            taken.append(not queued or queued + cost <= self.max_queued_tokens)
-            queued += cost if taken[-1] else 0
+    def _has_room(self, queues: TenantQueues, work: TenantTokens) -> bool:
+        before = queues.before(*work)
+        return not before or before + work.tokens <= self.max_queued_tokens
+
+    def takes(self, works: Iterable[TenantTokens]) -> list[bool]:
+        """Tells which requests would be taken if they came now and in this order."""
+        taken = list[bool]()
+        with self._queue_lock:
+            queues = self._queues.copy()
+        for work in works:
+            taken.append(self._has_room(queues, work))
+            if taken[-1]:
+                queues.add(*work)
         return taken
 
-    def admit(self, cost: int, *, already_admitted: bool) -> int:
-        """Counts a request of `cost` tokens into the queue and returns its arrival number.
+    def admit(self, work: TenantTokens, *, already_admitted: bool) -> int:
+        """Counts a request's tokens into the queue and returns its arrival number.
 
         A request that is `already_admitted` was counted before, so the bound is not for it.
 
         Raises:
-            EngineError: OVERLOADED, the queue is full.
+            EngineError: OVERLOADED, its tenant has too much before it.
         """
         with self._queue_lock:
             if not already_admitted:
-                self.check_room(cost)
-            self.queued_tokens += cost
+                self._check_room(work)
+            self._queues.add(*work)
             self._arrivals += 1
             return self._arrivals
 
@@ -157,7 +186,7 @@ class RequestTracker:
     def _uncount(self, state: RequestState, tokens: int) -> None:
         state.queued -= tokens
         with self._queue_lock:
-            self.queued_tokens -= tokens
+            self._queues.add(state.tenant, state.priority, -tokens)
 
     def fail(self, state: RequestState, error: EngineError) -> None:
         """Answers a request with an error and ends it."""

@@ -70,7 +70,7 @@ async def test_a_service_that_takes_everything_is_seen_to_collapse(
     """The planted counterpart: no gate. Most of what is accepted ends at its deadline."""
     monkeypatch.setattr(RequestTracker, "max_queued_tokens", 1 << 40)
     monkeypatch.setattr("deployments.routing.admission.Admission.admit", lambda self, task, shares=1: None)
-    monkeypatch.setattr("deployments.routing.admission.Admission.check_open", lambda self, timeout_s: None)
+    monkeypatch.setattr("deployments.routing.admission.Admission.check_open", lambda self, timeout_s, tenant: None)
     rows = await overload(make_fleet)
     assert rows[4.0]["refused_percent"] < 5
     assert rows[4.0]["timed_out"] > 200

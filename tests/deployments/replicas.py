@@ -36,7 +36,7 @@ class ReplicaBackend:
     async def card(self) -> ModelCard:
         return await self.server.card()
 
-    def check_open(self, timeout_s: float) -> None: ...
+    def check_open(self, timeout_s: float, tenant: str) -> None: ...
 
     def readiness(self) -> dict[str, object]:
         return {"status": "ready", "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.0}

@@ -64,7 +64,7 @@ class ScriptedBackend:
         facts = (self.name, "toy", None, V, self.max_model_len, 256, self.eos, "raw_logprobs", versions)
         return ModelCard(*facts, self.head)
 
-    def check_open(self, timeout_s: float) -> None: ...
+    def check_open(self, timeout_s: float, tenant: str) -> None: ...
 
     def readiness(self) -> dict[str, object]:
         return {"status": self.status, "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.5}

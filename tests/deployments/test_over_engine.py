@@ -53,7 +53,7 @@ class EngineBackend:
             "toy", "toy", None, toy_model.VOCAB_SIZE, self.engine.max_model_len, toy_model.BOS, ends, "raw_logprobs", {}
         )
 
-    def check_open(self, timeout_s: float) -> None: ...
+    def check_open(self, timeout_s: float, tenant: str) -> None: ...
 
     def readiness(self) -> dict[str, object]:
         return {"status": "ready", "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.0}

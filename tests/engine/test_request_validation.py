@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine.requests import EngineError, ErrorCode, GenerateRequest, ScoreRequest
+from engine.tenant_queues import TenantTokens
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreRequest]
@@ -165,18 +166,19 @@ async def test_stopping_answers_everyone(make_rig: MakeRig, generate_job: MakeJo
 async def test_the_queue_grows_with_the_measured_rate(make_rig: MakeRig, generate_job: MakeJob) -> None:
     rig = make_rig()
     tracker = rig.engine.core.tracker
-    assert tracker.admit(1, already_admitted=False) and tracker.admit(262_143, already_admitted=False)
+    assert tracker.admit(TenantTokens("", 0, 1), already_admitted=False)
+    assert tracker.admit(TenantTokens("", 0, 262_143), already_admitted=False)
     with pytest.raises(EngineError) as full:
-        tracker.admit(1, already_admitted=False)
+        tracker.admit(TenantTokens("", 0, 1), already_admitted=False)
     assert full.value.code is ErrorCode.OVERLOADED
     rig.engine.core.recorder.throughput.tokens_per_s = 100_000.0
-    assert tracker.admit(8 * 100_000 - 262_144, already_admitted=False)
+    assert tracker.admit(TenantTokens("", 0, 8 * 100_000 - 262_144), already_admitted=False)
     with pytest.raises(EngineError):
-        tracker.admit(1, already_admitted=False)
-    assert tracker.admit(1, already_admitted=True)
-    tracker.queued_tokens = 20_000
+        tracker.admit(TenantTokens("", 0, 1), already_admitted=False)
+    assert tracker.admit(TenantTokens("", 0, 1), already_admitted=True)
+    tracker._queues.add("", 0, 20_000 - tracker.queued_tokens)
     rig.engine.core.recorder.throughput.tokens_per_s = 100.0  # eight seconds of this are less than one step takes
     with pytest.raises(EngineError):
         rig.engine.check_room([generate_job([1], max_tokens=1)])
-    assert rig.engine.queue() == (20_000, 100.0, rig.engine.config.token_budget)
-    tracker.queued_tokens = 0
+    assert rig.engine.queue()[:3] == (20_000, 100.0, rig.engine.config.token_budget)
+    tracker._queues.add("", 0, -tracker.queued_tokens)

@@ -20,6 +20,7 @@ from deployments.routing.admission import Admission
 from deployments.routing.load_tracker import LoadTracker, QueueEstimate
 from engine.config import Costs
 from engine.requests import ErrorCode, GenerateRequest, LikelihoodRequest, Load, ScoreRequest, ScoreResult
+from engine.tenant_queues import TenantQueues, TenantTokens
 from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -60,7 +61,7 @@ def likelihood(prefix: int, *rows: int) -> LikelihoodRequest:
 
 
 def cost_of(call: AnyCall, costs: Costs = COSTS) -> int:
-    return Admission(AdmissionArgs(), costs, LoadTracker()).cost(call)
+    return Admission(AdmissionArgs(), costs, LoadTracker()).work(call).tokens
 
 
 def test_a_cost_is_what_is_read_and_four_times_what_is_written() -> None:
@@ -116,7 +117,7 @@ WAITS = {
 def test_a_gate_tells_the_seconds_until_it_opens(name: str) -> None:
     queues, cost, timeout_s, expected = WAITS[name]
     admission, _, _ = gate(*queues)
-    assert admission.wait_s(cost, timeout_s) == pytest.approx(expected)
+    assert admission.wait_s(TenantTokens("", 0, cost), timeout_s) == pytest.approx(expected)
 
 
 def test_the_gate_opens_when_it_said() -> None:
@@ -152,10 +153,10 @@ def test_what_is_cut_into_blocks_needs_room_for_a_block() -> None:
 def test_what_is_sent_counts_immediately_and_drains() -> None:
     admission, loads, clock = gate(Load(0, 100.0, 800))
     loads.send("0", 700)
-    assert loads.queue("0") == QueueEstimate(700, 100.0, 800)
-    assert admission.wait_s(300, 60) == pytest.approx(2)
+    assert loads.queue("0") == QueueEstimate(700, 100.0, 800, 1)
+    assert admission.wait_s(TenantTokens("", 0, 300), 60) == pytest.approx(2)
     clock.now += 3
-    assert admission.wait_s(300, 60) == 0
+    assert admission.wait_s(TenantTokens("", 0, 300), 60) == 0
 
 
 def test_past_the_deadline_nothing_is_admitted() -> None:
@@ -180,10 +181,74 @@ def test_the_last_part_of_a_queue_is_for_what_has_been_read(queues: Sequence[Loa
     admission, _, clock = gate(*queues)
     if wait_s:
         with pytest.raises(ApiError) as refused:
-            admission.check_open(60)
+            admission.check_open(60, "")
         assert refused.value.code == "overloaded"
         clock.now += wait_s + 0.001
-    admission.check_open(60)
+    admission.check_open(60, "")
+
+
+HEAVY = Load(780, 100.0, 800, (TenantTokens("heavy", 0, 780),))
+
+
+@pytest.mark.risk(
+    "R2",
+    figure="a tenant with nothing queued is admitted beside one that has filled the queue, by the ingress and by the"
+    " replica; planted (one queue for all): refused",
+)
+def test_what_one_tenant_queues_is_no_reason_to_refuse_another() -> None:
+    """The replica serves both in equal shares: a small request waits for as much of the other as it costs."""
+    admission, loads, _ = gate(HEAVY)
+    admission.check_open(60, "small")
+    assert admission.wait_s(TenantTokens("small", 0, 20), 60) == 0
+    assert loads.queue_before("0", TenantTokens("small", 0, 20)).tokens == pytest.approx(20)
+    with pytest.raises(ApiError):
+        admission.check_open(60, "heavy")
+    assert admission.wait_s(TenantTokens("heavy", 0, 30), 60) == pytest.approx(0.1)
+    assert admission.wait_s(TenantTokens("small", 0, 500), 60) > 0  # half of the replica does not do it in time
+    assert admission.wait_s(TenantTokens("small", 1, 30), 60) > 0  # an earlier priority is served first
+
+
+@pytest.mark.risk("R2", planted=True)
+def test_one_queue_for_all_tenants_is_seen_to_refuse_the_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plants the fault: everything that waits is before every request."""
+    monkeypatch.setattr(TenantQueues, "before", lambda self, tenant, priority, cost: self.total)
+    admission, _, _ = gate(HEAVY)
+    assert admission.wait_s(TenantTokens("small", 0, 30), 60) > 0
+    with pytest.raises(ApiError):
+        admission.check_open(60, "small")
+
+
+def test_a_report_names_few_tenants_and_counts_the_others() -> None:
+    """The others hold 300 tokens in three queues: a request waits for its own cost of each, or for all they have."""
+    load = Load(700, 100.0, 800, (TenantTokens("a", 0, 400),), 3)
+    _, loads, clock = gate(load)
+    assert loads.queue_before("0", TenantTokens("b", 0, 10)).tokens == pytest.approx(40)
+    assert loads.queue_before("0", TenantTokens("b", 0, 1_000)).tokens == pytest.approx(700)
+    assert loads.queue("0").tenants == 4
+    clock.now += 4  # 400 tokens, 100 of each
+    assert loads.queue("0").tokens == pytest.approx(300)
+    assert loads.queue_before("0", TenantTokens("b", 0, 1_000)).tokens == pytest.approx(300)
+    assert loads.queue_before("0", TenantTokens("a", 0, 10)).tokens == pytest.approx(300)
+
+
+def test_tenants_together_fill_no_more_than_the_harmonic_sum() -> None:
+    """Each of 100 tenants takes all that it may, one token at a time: the queue has a bound however many there are."""
+    queues, most = TenantQueues(), 840
+    for number in range(100):
+        work = TenantTokens(f"t{number}", 0, 1)
+        while queues.before(*work) + 1 <= most:
+            queues.add(*work)
+    assert most <= queues.total <= most * sum(1 / count for count in range(1, 101))
+
+
+async def test_a_replica_judges_each_tenant_by_its_own_wait(make_fleet: MakeFleet) -> None:
+    fleet = await make_fleet(1, engine={"max_queued_tokens": 60, "kv_slots": 2048})
+    held = await hold(fleet, 0, 50)
+    engine = fleet.servers[0].engine
+    assert engine.takes([score(0, 20), replace(score(0, 20), tenant="other"), score(0, 20)]) == [False, True, False]
+    assert engine.queue().tenants == (TenantTokens("", 0, engine.queue().queued_tokens),)
+    fleet.over.set()
+    await held
 
 
 async def test_refusals_are_logged_as_a_rate(caplog: pytest.LogCaptureFixture) -> None:
