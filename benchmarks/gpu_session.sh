@@ -1,0 +1,132 @@
+#!/bin/sh
+# Runs what needs a GPU, a stage at a time, on a machine whose python3 has torch and Triton for it:
+#
+#     sh benchmarks/gpu_session.sh OUT STAGE...     stages: suite paired kernels work startup http streams
+#
+# Each stage writes its results below OUT and ends by itself; STAGE_S (default 540) bounds it in seconds. Variables:
+#     BASE       a checkout to compare with, for `paired` (commit 635edbb, with the module paths of that commit)
+#     LOADERS    a folder with http_load.py, stream_load.py, workloads.py and mk_vocab.py, for `http` and `streams`
+#     RESUME     the outcomes of an earlier `suite`: what passed on the same sources is left out
+#     SHAPE      the model of `http` and `streams`: qwen3-0.6b (default) or qwen3-8b
+#     INGRESSES  ingress replicas of `http` and `streams` (default 6)
+#
+# `suite`, `paired`, `kernels` and `work` need no Ray. Nothing is installed.
+set -u
+test $# -ge 2 || { sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+cd "$(dirname "$0")/.." || exit 2
+out=$1; shift
+mkdir -p "$out" || exit 2
+out=$(cd "$out" && pwd)
+limit=${STAGE_S:-540}
+shape=${SHAPE:-qwen3-0.6b}
+port=8000
+export PYTHONUNBUFFERED=1
+{ nvidia-smi -L; nvidia-smi --query-gpu=driver_version --format=csv,noheader | sort -u; } | tee "$out/machine.txt"
+
+within() { timeout -s INT -k 20 "$limit" "$@"; }
+
+suite() {
+    within make test-gpu PYTHON=python3 OUTCOMES="$out/outcomes.jsonl" RESUME="${RESUME:-}" >"$out/suite.log" 2>&1
+    tail -n 5 "$out/suite.log"
+}
+
+# The two checkouts take turns on one machine, since one machine's speed changes from minute to minute.
+# Usage: pair NAME 'BASE MODULE AND ARGUMENTS' 'MODULE AND ARGUMENTS'
+pair() {
+    for round in 1 2; do
+        (cd "$BASE" && PYTHONPATH="$BASE:${PYTHONPATH:-}" within python3 -m benchmarks.$2 --out "$out/base-$round") \
+            >"$out/$1-base-$round.log" 2>&1 || echo "$1: base, round $round: exit $?"
+        within python3 -m benchmarks.$3 --out "$out/here-$round" \
+            >"$out/$1-here-$round.log" 2>&1 || echo "$1: here, round $round: exit $?"
+    done
+}
+
+paired() {
+    test -d "${BASE:-}" || { echo "paired: BASE must be a checkout"; return 1; }
+    model="--model benchmarks/models/qwen3-0.6b --random-weights --rounds 2"
+    large="--model benchmarks/models/qwen3-8b --draft benchmarks/models/qwen3-0.6b --random-weights"
+    pair engine "bench_engine $model" "engine.bench_engine $model"
+    pair sampler bench_sampler sampler.bench_sampler
+    pair verify bench_verify sampler.bench_verify
+    pair speculation "bench_speculation $large" "speculation.bench_speculation $large"
+}
+
+kernels() {
+    within python3 -m benchmarks --only skinny-gemm,skinny-decode-attention,qk-norm-rope,lm-head --out "$out"
+}
+
+work() {
+    within python3 -m benchmarks --only encoder-cuda,engine-0.6b,engine-8b --out "$out"
+}
+
+# Writes a configuration of $shape with random weights and a text for every token, and its folder.
+configuration() {
+    folder=$out/$shape
+    mkdir -p "$folder"
+    cp "benchmarks/models/$shape/config.json" "$folder/"
+    (cd "$LOADERS" && python3 mk_vocab.py "$folder")
+    cat >"$out/serve.yaml" <<YAML
+proxy_location: HeadOnly
+http_options: {host: 127.0.0.1, port: $port, request_timeout_s: 3610}
+logging_config: {enable_access_log: false}
+applications:
+  - name: assay
+    route_prefix: /
+    import_path: deployments.app:build
+    args:
+      model: {path: $folder, device: cuda, random_weights: true, served_name: m}
+      engine: {max_running: 256}
+      replica: {num_cpus: 1, num_gpus: 1}
+      ingress: {replicas: ${INGRESSES:-6}}
+YAML
+}
+
+# Serves it in fast mode until `stop`, and prints the seconds to the first answer.
+serve() {
+    configuration
+    since=$(date +%s)
+    setsid python3 -m deployments.cli serve --fast "$out/serve.yaml" >"$out/serve.log" 2>&1 &
+    server=$!
+    until python3 - "$port" <<'PY' 2>/dev/null
+import sys, urllib.request
+urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/readyz", timeout=5)
+PY
+    do
+        kill -0 $server 2>/dev/null || { tail -n 20 "$out/serve.log"; return 1; }
+        test $(($(date +%s) - since)) -lt "$limit" || { echo "not ready in $limit s"; return 1; }
+        sleep 1
+    done
+    echo "ready after $(($(date +%s) - since)) s" | tee -a "$out/startup.txt"
+}
+
+stop() { kill -INT $server 2>/dev/null; wait $server 2>/dev/null; }
+
+startup() {
+    serve && stop  # bare: everything is compiled
+    serve && stop  # warm: the caches of the first
+    grep -h "assay_warmup_seconds\|start-up" "$out/serve.log" | tail -n 30
+}
+
+http() {
+    serve || { stop; return 1; }
+    (cd "$LOADERS" && within python3 http_load.py "http://127.0.0.1:$port" m) | tee "$out/http-$shape.jsonl"
+    stop
+}
+
+streams() {
+    serve || { stop; return 1; }
+    for count in 1 16 64 256; do
+        (cd "$LOADERS" && within python3 stream_load.py 127.0.0.1 $port --streams $count) | tee -a "$out/streams-$shape.txt"
+        (cd "$LOADERS" && within python3 stream_load.py 127.0.0.1 $port --streams $count --plain) | tee -a "$out/streams-$shape.txt"
+    done
+    stop
+}
+
+status=0
+for stage in "$@"; do
+    case $stage in
+        suite | paired | kernels | work | startup | http | streams) echo "== $stage"; $stage || status=1 ;;
+        *) echo "unknown stage: $stage" >&2; exit 2 ;;
+    esac
+done
+exit $status
