@@ -71,7 +71,10 @@ class InvariantAttention:
         )
         programs = max(1, BUSY // max(1, len(tiles.first) * params.kv_heads))
         parts = -(-longest // self.part)
-        return invariant_attention(q, *cache, tiles, heads, part=self.part, parts=parts, programs=programs, out_THD=out)
+        keys, values = cache
+        return invariant_attention(
+            q, keys, values, tiles, heads, part=self.part, parts=parts, programs=programs, out_THD=out
+        )
 
 
 class _InvariantStep(PagedStep):
@@ -131,4 +134,5 @@ def tiles_of(batch: InputBatch, size: int) -> Tiles:
     host = np.concatenate([sequence, first, starts, batch.kv_indptr.numpy()]).astype(np.int32, copy=False)
     moved = torch.from_numpy(host).to(device, non_blocking=True)
     tiles, indptr = len(sequence), len(starts)
-    return Tiles(*moved.split([tiles, tiles, indptr, indptr]), batch.kv_indices)
+    sequence_of, first_of, qo_indptr, kv_indptr = torch.split(moved, [tiles, tiles, indptr, indptr])
+    return Tiles(sequence_of, first_of, qo_indptr, kv_indptr, batch.kv_indices)

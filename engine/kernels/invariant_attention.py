@@ -5,9 +5,9 @@
 
 The context of a sequence is cut at fixed positions: in parts of PART tokens, counted from position 0, and each part in
 blocks of BLOCK tokens. A token's part is an online softmax over its blocks in order (Dao et al. 2022,
-"FlashAttention"), and its parts are merged in order. What a token does not see changes no bit: a block of which it sees nothing adds zeros
-to its sums and leaves its maximum. So it makes no difference which tokens share its tile, whether its context was
-computed in this step or cached, and in how many chunks.
+"FlashAttention"), and its parts are merged in order. What a token does not see changes no bit: a block that it does not
+see adds zeros to its sums and leaves its maximum. So it makes no difference which tokens share its tile, whether its
+context was computed in this step or cached, and in how many chunks.
 
 Two launches compute that one sum, as in `invariant_gemm`. With one program a tile, it computes all parts. With several,
 each computes every so many-th part, and the one that ends last merges the parts in order (split KV: Dao et al. 2023,
@@ -64,7 +64,8 @@ def _factor(best, overall):
 
 @triton.jit
 def _merge(best_M, total_M, sum_MD, new_M, new_total_M, new_sum_MD):
-    """Merges a part into what came before it. The multiply-adds are spelt out: every compiled variant rounds alike."""
+    """Merges a part into what came before it. Multiply-adds are spelt out, and the compiler makes none of its own
+    (`enable_fp_fusion`): every compiled variant rounds alike."""
     overall_M = tl.maximum(best_M, new_M)
     kept_M, added_M = _factor(best_M, overall_M), _factor(new_M, overall_M)
     total_M = tl.fma(total_M, kept_M, new_total_M * added_M)
@@ -205,7 +206,8 @@ def _invariant_attention_kernel(
 
 def tokens_of_tile(heads: int, kv_heads: int) -> int:
     """Returns how many tokens a tile holds."""
-    return ROWS // triton.next_power_of_2(heads // kv_heads)
+    tokens: int = ROWS // triton.next_power_of_2(heads // kv_heads)
+    return tokens
 
 
 def part_of(max_model_len: int) -> int:
@@ -261,7 +263,8 @@ def invariant_attention(
             q_THD, tokens, q_THD.stride(0), q_THD.stride(1), keys, values, *tiles, out, lse, sums, of_sums,
             parts * tokens * query_heads, arrivals(device, count * kv_heads), *heads, GROUP=group,
             ROUND_GROUP=triton.next_power_of_2(group), D=dim, PADDED=padded, PART=part, BLOCK=BLOCK, ROWS=ROWS,
-            SPLIT=programs > 1, CAPPED=heads.softcap != 0.0, UPCAST=INTERPRETED, num_warps=WARPS, num_stages=STAGES,
+            SPLIT=programs > 1, CAPPED=heads.softcap != 0.0, UPCAST=INTERPRETED,
+            enable_fp_fusion=False, num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
     return out, lse
 

@@ -192,7 +192,7 @@ def invariant_gemm(
         tiles = -(-columns // tile.columns), -(-count // tile.rows)
         common = {
             "SLICE": SLICE, "DEPTH": DEPTH, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BIASED": bias is not None,
-            "UPCAST": INTERPRETED, "num_warps": tile.warps, "num_stages": tile.stages,
+            "UPCAST": INTERPRETED, "enable_fp_fusion": False, "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
         if split:
             sums = torch.empty((slices, count, columns) if slices > 1 else (1,), device=x.device)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def _rms_norm_kernel(
-    x, weight, out, x_row, eps, offset, N: tl.constexpr, BLOCK: tl.constexpr, ROUND_FIRST: tl.constexpr
+    x, weight, out, x_row, eps, added, N: tl.constexpr, BLOCK: tl.constexpr, ROUND_FIRST: tl.constexpr
 ):
     """Normalises one row. Grid (M).
 
@@ -22,7 +22,7 @@ def _rms_norm_kernel(
         x: [M, N], rows `x_row` elements apart, read.
         weight: [N], read.
         out: [M, N] contiguous, written.
-        offset: Is added to the weight.
+        added: Is added to the weight.
         ROUND_FIRST: Whether the normalised numbers are rounded to x's type before the weight multiplies them.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -31,7 +31,7 @@ def _rms_norm_kernel(
     x_N = tl.load(x + row * x_row + at_N, mask=inside_N, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x_N * x_N, axis=0) / N + eps)
     y_N = x_N * scale
-    w_N = tl.load(weight + at_N, mask=inside_N, other=0.0).to(tl.float32) + offset
+    w_N = tl.load(weight + at_N, mask=inside_N, other=0.0).to(tl.float32) + added
     if ROUND_FIRST:
         y_N = y_N.to(x.dtype.element_ty).to(tl.float32)
     tl.store(out + row * N + at_N, (y_N * w_N).to(out.dtype.element_ty), mask=inside_N)
@@ -72,6 +72,6 @@ def rms_norm(
         block = triton.next_power_of_2(width)
         _rms_norm_kernel[(len(rows),)](
             rows, weight, out, rows.stride(0), eps, offset, N=width, BLOCK=block, ROUND_FIRST=round_first,
-            num_warps=min(max(block // 512, 1), 8),
+            enable_fp_fusion=False, num_warps=min(max(block // 512, 1), 8),
         )  # fmt: skip
     return out.view(x.shape)

@@ -135,7 +135,7 @@ class HFModel:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values."""
-        return bytes_of_token(self.probed.shapes, self.module.dtype)
+        return bytes_of_token(self.probed.shapes, self.probed.module.dtype)
 
     def allocate(self, slots: int) -> None:
         """Gives the model a KV storage of `slots` slots."""

@@ -10,7 +10,7 @@ All graphs share one memory pool, one set of inputs and one logits buffer, since
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -97,8 +97,7 @@ class DecodeGraphs:
         """
         if isinstance(model.backend, TorchAttention):
             raise TypeError(f"Only the paged kernels can be captured. Given: {type(model.backend).__name__}.")
-        self.module = model.module
-        self.backend: Any = model.backend  # a `CapturableBackend`
+        self.module, self.backend = model.module, cast(CapturableBackend, model.backend)
         self.layer_params = sorted(
             {_params(call, shape) for call, shape in zip(model.calls, model.shapes, strict=True)}
         )

@@ -198,3 +198,35 @@ def test_parts_are_whole_blocks_and_few() -> None:
     for longest in (1, 512, 16_384, 16_385, 40_960, 131_072):
         part = part_of(longest)
         assert part % BLOCK == 0 and -(-longest // part) <= attention_kernel.MAX_PARTS
+
+
+# On a GPU, at served sizes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(
+    ("columns", "width"), [(4096, 1024), (1024, 2048), (1024, 3072), (151_936, 1024), (4096, 12_288)]
+)
+def test_served_products_are_exact_and_keep_their_bits(columns: int, width: int, dtype: torch.dtype) -> None:
+    x, weight = normal((300, width), 0, dtype, "cuda"), normal((columns, width), 1, dtype, "cuda") / width**0.5
+    whole = invariant_gemm(x, weight, split=False)
+    wanted = (x.double() @ weight.double().T).cpu().numpy()
+    np.testing.assert_allclose(whole.double().cpu(), wanted, rtol=2.0**-7, atol=2.0**-7)
+    for rows in (1, 2, 16, 63, 64, 65, 129, 256, 300):
+        for split in (True, False, None):
+            assert torch.equal(invariant_gemm(x[:rows], weight, split=split), whole[:rows])
+            assert torch.equal(invariant_gemm(x[300 - rows :], weight, split=split), whole[300 - rows :])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (6, 2, 80), (8, 8, 64)])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_served_attention_keeps_its_bits(heads: int, kv_heads: int, dim: int, layer: Heads) -> None:
+    given = case(torch.bfloat16, "cuda", heads, kv_heads, dim)
+    longest, new = given.lengths[0], given.new[0]
+    together = attend(given, [(1, 3, 3), (0, longest, new), (2, BLOCK, 1)], layer)[3 : 3 + new]
+    for last in range(new, 0, -7):
+        for programs in (1, 2, 3):
+            alone = attend(given, [(0, longest - new + last, 1)], layer, programs)
+            assert torch.equal(alone, together[last - 1 : last])
