@@ -5,8 +5,8 @@
 
 The context of a sequence is cut at fixed positions: in parts of PART tokens, counted from position 0, and each part in
 blocks of BLOCK tokens. A token's part is an online softmax over its blocks in order (Dao et al. 2022,
-"FlashAttention"), and its parts are merged in order. What a token does not see changes no bit: a block that it does not
-see adds zeros to its sums and leaves its maximum. So it makes no difference which tokens share its tile, whether its
+"FlashAttention"), and its parts are merged in order. Tokens that it does not see change no bit: a block of them
+adds zeros to its sums and leaves its maximum. So it makes no difference which tokens share its tile, whether its
 context was computed in this step or cached, and in how many chunks.
 
 Two launches compute that one sum, as in `invariant_gemm`. With one program a tile, it computes all parts. With several,

@@ -101,7 +101,7 @@ def make_invariant(module: Any, head: HeadSpec | None) -> InvariantHead:
 
     Args:
         module: The model, its projections fused or not.
-        head: What the head check found.
+        head: The result of the head check.
 
     Raises:
         UnsupportedModel: A layer sums over a row in a way that has no invariant kernel.
