@@ -15,7 +15,7 @@ CLIENTS ?= openai cohere lm_eval langchain llama_index litellm node pydantic_ai 
 PROMETHEUS := .prometheus/usr/bin
 PICTURES ?=
 KERNELS := tests/gpu_sampler/kernels
-IN_THE_LOOP := tests/engine/test_kernels_in_the_loop.py
+IN_THE_LOOP := tests/engine/test_kernels_in_the_loop.py tests/engine/test_invariant_numerics.py
 # Without a GPU their tests run in Triton's interpreter, which is chosen for a whole process as Triton is imported.
 INTERPRETED := $(if $(GPU),,$(filter Linux,$(shell uname)))
 INTERPRETER := TRITON_INTERPRET=1 TRITON_DEFAULT_FP_FUSION=1

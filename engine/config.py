@@ -244,6 +244,10 @@ class EngineOptions:
     skinny_gemm: bool = True
     """On a GPU with `graphs`: linear layers of steps with up to 16 sequences run in kernels that read each weight
     once."""
+    numerics: Literal["fast", "invariant"] = "fast"
+    """`invariant`: a token's numbers have the same bits whatever else is in the step, however its prompt was chunked or
+    cached, on any replica of the same kind of GPU, at a cost in speed. `fast`: kernels are chosen by the size of a
+    step, and near-ties can flip with it."""
     seed: Annotated[int, Range(0, 1 << 63, open_high=True)] = 0
     """Seed of the start-up checks. Nothing else uses it."""
 

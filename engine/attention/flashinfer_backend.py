@@ -89,7 +89,7 @@ def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class FlashInferAttention:
-    """Implements `AttentionBackend` on one device. One thread alone may use it: wrappers keep the last step's plan."""
+    """Implements `CapturableBackend` on one device. One thread alone may use it: wrappers keep the last step's plan."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         import flashinfer
@@ -159,15 +159,12 @@ class FlashInferAttention:
         rows, zeros, ones = fixed.rows[:count], fixed.zeros[:count], fixed.ones[:count]
         self._lib.append_paged_kv_cache(k, v, rows, zeros, (keys, values), slots, fixed.rows[: count + 1], ones, LAYOUT)
 
-    def graph_decoder(self, params: AttentionParams, buffers: GraphBuffers, rows: int, longest: int) -> GraphDecoder:
-        """Makes what attends in a captured step of single tokens, by a plan in `buffers`.
+    def named_by_graph(self, tokens: int) -> object:
+        """Returns the constant arrays of `append`."""
+        return self.constants.at_least(tokens)
 
-        Args:
-            params: The layers' parameters.
-            buffers: Where the plan lies.
-            rows: The step's row count.
-            longest: Tokens that a row may attend to.
-        """
+    def graph_decoder(self, params: AttentionParams, buffers: GraphBuffers, rows: int, longest: int) -> GraphDecoder:
+        """Makes what attends in a captured step of single tokens; see `CapturableBackend`."""
         if rows <= skinny_decode.MAX_ROWS and longest <= skinny_decode.MAX_CONTEXT and self._has_skinny_kernel(params):
             indptr = buffers.indptr[: rows + 1]
             return SkinnyDecoder(params, indptr, buffers.indices, self._workspaces[params])

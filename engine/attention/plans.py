@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from engine.attention.interface import NO_WINDOW, AttentionCall
+from engine.attention.interface import NO_WINDOW, AttentionBackend, AttentionCall
 
 
 class AttentionParams(NamedTuple):
@@ -50,6 +50,35 @@ class GraphBuffers(NamedTuple):
     def of(cls, rows: int, attended: int, device: torch.device, staging: int | None = None) -> "GraphBuffers":
         ints = partial(torch.zeros, dtype=torch.int32, device=device)
         return cls(ints(rows + 1), ints(max(attended, rows)), ints(rows).fill_(1), staging)
+
+
+class CapturableBackend(AttentionBackend, Protocol):
+    """Plans attention that CUDA graphs can capture."""
+
+    device: torch.device
+
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Writes k and v [T, G, D] to `slots`, i32 [T]."""
+        ...
+
+    def graph_decoder(
+        self, params: "AttentionParams", buffers: "GraphBuffers", rows: int, longest: int
+    ) -> "GraphDecoder":
+        """Makes what attends in a captured step of single tokens, by a plan in `buffers`.
+
+        Args:
+            params: The layers' parameters.
+            buffers: Where the plan lies.
+            rows: The step's row count.
+            longest: Tokens that a row may attend to.
+        """
+        ...
+
+    def named_by_graph(self, tokens: int) -> object:
+        """Returns the arrays that `append` names inside a graph of `tokens` tokens, for its owner to keep."""
+        ...
 
 
 class GraphDecoder(Protocol):

@@ -101,3 +101,19 @@ def skinny_decode_attention(
             out[row, head] = weights @ v_AD / weights.sum()
             lse[row, head] = (best + np.log(weights.sum())) / np.log(2)
     return out, lse
+
+
+def rms_norm(x_MN: Float32s, weight_N: Float32s, eps: float, *, offset: float = 0.0) -> Float64s:
+    """Normalises rows by their root mean square.
+
+    Args:
+        x_MN: [M, N].
+        weight_N: [N].
+        eps: Is added to the mean square.
+        offset: Is added to the weight.
+
+    Returns:
+        float64 [M, N], before it is rounded.
+    """
+    x = x_MN.astype(np.float64)
+    return np.asarray(x / np.sqrt((x**2).mean(axis=1, keepdims=True) + eps) * (weight_N + offset), np.float64)

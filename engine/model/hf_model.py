@@ -5,7 +5,9 @@ model. Everything that exists for speed is behind a switch of `EngineConfig`: `c
 `prefill_graph_tokens`, `fuse_projections`, `restrict_last_layer`, `skinny_gemm`.
 """
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from engine.model.compatibility import PROBE, check_config, probe, record_call, 
 from engine.model.cuda_graphs.decode import MAX_ATTENDED, DecodeGraphs
 from engine.model.cuda_graphs.prefill import PrefillGraphs
 from engine.model.heads.pooling_head import PoolingHead, PoolingModel
+from engine.model.invariant.layers import make_invariant
 from engine.model.lm_head import (
     HeadSpec,
     LogprobQuery,
@@ -104,6 +107,10 @@ class HFModel:
         self.max_model_len = longest_sequence(module.config, max_model_len)
         self.eos_token_ids = end_of_text_ids(module.config, folder)
         self.bos_token_id: int | None = getattr(module.config.get_text_config(decoder=True), "bos_token_id", None)
+        invariant = engine.numerics == "invariant"
+        if invariant:  # without what rounds by the size of a step
+            engine = replace(engine, compile=False, skinny_gemm=False, prefill_graph_tokens=0)
+            self.dtype = torch.float32
         self._engine = engine
         self._decode_graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
@@ -111,7 +118,13 @@ class HFModel:
         self.padded_tokens = self.graph_replays = 0
         self.head_watch: Stopwatch | None = None
         self._scoring = self._warm = False
-        self._backend = _attention_backend_for(self.device, module.dtype) if backend is None else backend
+        if backend is None:
+            backend = (
+                _invariant_backend(self.device, self.max_model_len)
+                if invariant
+                else _attention_backend_for(self.device, module.dtype)
+            )
+        self._backend = backend
         self._check(module, progress)
         module.base_model.register_forward_hook(self._layers_done)
         if allocate:
@@ -122,11 +135,11 @@ class HFModel:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values."""
-        return bytes_of_token(self.probed.shapes, self.dtype)
+        return bytes_of_token(self.probed.shapes, self.probed.module.dtype)
 
     def allocate(self, slots: int) -> None:
         """Gives the model a KV storage of `slots` slots."""
-        self.kv_storage = KVStorage(self.probed.shapes, slots, self.dtype, self.device)
+        self.kv_storage = KVStorage(self.probed.shapes, slots, self.probed.module.dtype, self.device)
         self.num_slots = slots
         attach(self.probed.attentions, self.kv_storage.keys, self.kv_storage.values)
 
@@ -150,6 +163,11 @@ class HFModel:
         if changed:
             with timed("second packing check", progress):
                 proof.run()
+        if self._engine.numerics == "invariant":
+            with timed("invariance check", progress):
+                self.head = make_invariant(module, self.head)
+                proof.run()
+                proof.compare_bits()
         if self._use_skinny_linears(module):
             with timed("skinny packing check", progress), skinny_step(1):
                 proof.run()
@@ -259,7 +277,7 @@ class HFModel:
         if self.head is None:
             return logprobs_of_blocks([self.forward(kind, sequences, token_table)], query)
         hidden = self._hidden(kind, sequences, token_table)
-        if query.targets_only and self.device.type == "cuda":
+        if query.targets_only and self.device.type == "cuda" and self._engine.numerics == "fast":
             return self._fused(self.head, hidden, query)
         blocks = torch.split(hidden, block_rows(self.device, self.vocab_size))
         return logprobs_of_blocks(map(self.head.rows, blocks), query)
@@ -382,7 +400,7 @@ def allocate_kv_storage(models: Sequence[HFModel], engine: EngineConfig, progres
     with timed("pool", progress):
         beside = sum(draft.token_bytes for draft in drafts)
         shapes, length = target.probed.shapes, target.max_model_len
-        slots = slots_that_fit(shapes, target.dtype, target.device, engine, length, beside)
+        slots = slots_that_fit(shapes, target.probed.module.dtype, target.device, engine, length, beside)
         for model in models:
             model.allocate(slots)
 
@@ -400,3 +418,12 @@ def _attention_backend_for(device: torch.device, dtype: torch.dtype) -> Attentio
     from engine.attention.flashinfer_backend import FlashInferAttention
 
     return FlashInferAttention(device, dtype)
+
+
+def _invariant_backend(device: torch.device, max_model_len: int) -> AttentionBackend:
+    """Raises ValueError on a CPU, unless Triton's interpreter runs there."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("`engine.numerics` must be fast on a CPU. Given: invariant.")
+    from engine.attention.invariant_backend import InvariantAttention
+
+    return InvariantAttention(device, max_model_len)

@@ -145,6 +145,29 @@ class PackingCheck:
             )
         return worst
 
+    def compare_bits(self) -> None:
+        """Compares packed steps with each sequence in a step of its own, bit by bit.
+
+        Raises:
+            UnsupportedModel: A row's bits depend on its step.
+        """
+        alone, packed = (_Trial(self._model, slots=sum(map(len, self._ids)) + 1) for _ in range(2))
+        own = []
+        for ids, slots in zip(self._ids, self._slots, strict=True):
+            every = np.arange(len(ids), dtype=np.int32)
+            own.append(alone.run(output_rows, StepKind.SCORE, [ScheduledSequence(0, slots[:0], slots, ids, every)]))
+        for kind, parts in _check_steps(*self._lengths):
+            sequences = [_run(part, kind, self._slots, self._ids, packed.token_table) for part in parts]
+            rows = packed.run(output_rows, kind, sequences)
+            for part, run in zip(parts, sequences, strict=True):
+                got, rows = rows[: len(run.rows)], rows[len(run.rows) :]
+                at = torch.from_numpy(part.first + run.rows).long().to(rows.device)
+                if not torch.equal(got, own[part.sequence][at]):
+                    raise UnsupportedModel(
+                        self._model.architecture,
+                        "packed steps change the bits of its rows: set `engine.numerics` to fast",
+                    )
+
 
 def _check_lengths(calls: Sequence[LayerCall], max_model_len: int, device: str) -> tuple[int, int, int]:
     """Returns the lengths of the longer sequence, the shorter one and their common prefix; the longer one exceeds the

@@ -73,9 +73,19 @@ SWITCHES |= {  # of attention of few rows
 SWITCHES |= {  # of what lies between products and attention of few tokens
     "engine.kernels.qk_norm_rope._qk_norm_rope_kernel": ((NORMED,), {"H": 16, "G": 8, "D": 128, "UPCAST": False}),
 }
+INVARIANT_TILE = {"SLICE": 512, "DEPTH": 64, "BLOCK_M": 64, "BLOCK_N": 64, "UPCAST": False}
+SWITCHES |= {  # of rows that keep their bits in any step
+    "engine.kernels.invariant_gemm._whole_kernel": (("BIASED",), {**INVARIANT_TILE, "GROUP": 8}),
+    "engine.kernels.invariant_gemm._split_kernel": (("BIASED",), INVARIANT_TILE),
+    "engine.kernels.rms_norm._rms_norm_kernel": (("ROUND_FIRST",), {"N": 1000, "BLOCK": 1024}),
+    "engine.kernels.invariant_attention._invariant_attention_kernel": (
+        ("SPLIT", "CAPPED"),
+        {"GROUP": 3, "ROUND_GROUP": 4, "D": 80, "PADDED": 128, "PART": 512, "BLOCK": 64, "ROWS": 64, "UPCAST": False},
+    ),
+}
 SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}
 SCALARS |= {"parts", "run", "K", "E", "q_stride", "offset", "x_stride", "M", "N"}
-SCALARS |= {"q_row", "q_head", "window"}
+SCALARS |= {"q_row", "q_head", "window", "T", "of_all", "x_row"}
 SCALARS |= {"k_row", "v_row", "cos_row", "sin_row"}
 HALVES = {"logits", "q_logits", "x", "weight", "bias", "y", "residual"}
 HALVES |= {"q", "k_pool", "v_pool", "out"}
@@ -84,9 +94,9 @@ INT64S = {"scratch", "keys"}
 FLOATS = {"maxima", "sums", "raw_maxima", "raw_sums", "side_raw", "side_processed", "side", "row_floats", "draw_values"}
 FLOATS |= {"q_probs", "q_best", "q_total", "rates", "weights", "entry_bias", "to_bias"}
 FLOATS |= {"logprobs", "top_logprobs", "chosen_logprobs", "ahead_mass"}
-FLOATS |= {"pieces", "of_pieces", "lse"}
+FLOATS |= {"pieces", "of_pieces", "lse", "of_sums"}
 REPORTED = ("logprobs", "ranks", "top_ids", "top_logprobs", "chosen_logprobs")
-SINGLES = {"scale", "softcap", "eps"}
+SINGLES = {"scale", "softcap", "eps", "added"}
 
 
 def variants(kernel: str) -> list[dict[str, Any]]:

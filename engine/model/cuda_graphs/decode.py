@@ -10,13 +10,14 @@ All graphs share one memory pool, one set of inputs and one logits buffer, since
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from engine.attention.flashinfer_backend import FlashInferAttention, PagedStep
+from engine.attention.flashinfer_backend import PagedStep
 from engine.attention.interface import forward_context
-from engine.attention.plans import AttentionParams, GraphBuffers, GraphDecoder, Sequences
+from engine.attention.plans import AttentionParams, CapturableBackend, GraphBuffers, GraphDecoder, Sequences
+from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import InputBatch, StepKind, StepSequences, idle_sequences, pack
 from engine.kv_cache.storage import LayerShape
 from engine.model.compatibility import LayerCall, ProbedModel
@@ -41,12 +42,12 @@ class CapturedStep(PagedStep):
     into buffers before every replay; each step of a graph has buffers of its own."""
 
     def __init__(
-        self, module: Any, backend: FlashInferAttention, wrappers: Mapping[AttentionParams, GraphDecoder], rows: int
+        self, module: Any, backend: CapturableBackend, wrappers: Mapping[AttentionParams, GraphDecoder], rows: int
     ) -> None:
         super().__init__(backend.append, torch.empty(0, dtype=torch.int32))
         self._module, self._wrappers, self._rows = module, wrappers, rows
         self._queries = torch.arange(rows + 1, dtype=torch.int32)
-        self._constants = backend.constants.at_least(rows)  # the graph names these arrays
+        self._named = backend.named_by_graph(rows)
 
     def plan(self, kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> None:
         """Plans what each row attends to: i32 [rows + 1] on the host, and storage slots i32 on the device."""
@@ -94,9 +95,9 @@ class DecodeGraphs:
             attended: Tokens that all rows of a step may attend to.
             longest: Tokens that one row may attend to.
         """
-        if not isinstance(model.backend, FlashInferAttention):
+        if isinstance(model.backend, TorchAttention):
             raise TypeError(f"Only the paged kernels can be captured. Given: {type(model.backend).__name__}.")
-        self.module, self.backend = model.module, model.backend
+        self.module, self.backend = model.module, cast(CapturableBackend, model.backend)
         self.layer_params = sorted(
             {_params(call, shape) for call, shape in zip(model.calls, model.shapes, strict=True)}
         )

@@ -41,6 +41,7 @@ class PrefillGraphs:
 
     def __init__(self, decode_graphs: DecodeGraphs, max_tokens: int) -> None:
         self._decode_graphs, self._device = decode_graphs, decode_graphs.device
+        self._backend: Any = decode_graphs.backend  # FlashInfer's
         self._sequences = self._sequences_of_counts(max_tokens)  # of each token count, ascending
         self._steps: dict[int, CapturedStep] = {}
         self._graphs: dict[int, Any] = {}
@@ -58,7 +59,7 @@ class PrefillGraphs:
 
     def _sequences_of_counts(self, max_tokens: int) -> dict[int, int]:
         """Returns how many sequences the graph of each token count may hold."""
-        layer_params, backend = self._decode_graphs.layer_params, self._decode_graphs.backend
+        layer_params, backend = self._decode_graphs.layer_params, self._backend
         found = {}
         for count in token_counts(max_tokens):
             fitting = min(backend.wrappers.max_sequences(params, count) for params in layer_params)
@@ -93,8 +94,7 @@ class PrefillGraphs:
         decode_graphs, sequences = self._decode_graphs, self._sequences[count]
         queries = self._queries[: sequences + 1]
         wrappers = {
-            kind: decode_graphs.backend.wrappers.graph_prefiller(self._buffers, queries)
-            for kind in decode_graphs.layer_params
+            kind: self._backend.wrappers.graph_prefiller(self._buffers, queries) for kind in decode_graphs.layer_params
         }
         step = self._steps[count] = CapturedStep(decode_graphs.module, decode_graphs.backend, wrappers, count)
         table = torch.zeros((1, 1), dtype=torch.int32, device=self._device)

@@ -1,0 +1,138 @@
+"""Computes attention so that a token's bits do not depend on its step (`engine.numerics: invariant`).
+
+`engine.kernels.invariant_attention` says how. A step's tiles are laid out on the host once; the plan of a captured step
+lies in its buffers alone.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from engine.attention.flashinfer_backend import PagedStep
+from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, AttentionStep
+from engine.attention.plans import AttentionParams, GraphBuffers, GraphDecoder, Sequences
+from engine.batch.input_batch import InputBatch
+from engine.kernels.invariant_attention import (
+    MAX_DIM,
+    Heads,
+    Tiles,
+    invariant_attention,
+    part_of,
+    tokens_of_tile,
+)
+
+BUSY: Final = 528  # programs that keep a device busy: four on each of 132 multiprocessors
+ALIGNED: Final = 16  # of a stored head dim
+
+
+class InvariantAttention:
+    """Implements `AttentionBackend` on one device."""
+
+    cascade_ratio: float | None = None  # a shared context in two levels would merge its parts in another order
+
+    def __init__(self, device: torch.device, max_model_len: int) -> None:
+        self.device, self.part = device, part_of(max_model_len)
+
+    def stored_dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:
+        """Returns one dim for both."""
+        dim = -(-max(key_dim, value_dim) // ALIGNED) * ALIGNED
+        if dim > MAX_DIM:
+            raise ValueError(f"its heads have {dim} dims; attention with `engine.numerics: invariant` takes {MAX_DIM}")
+        return dim, dim
+
+    def plan(self, batch: InputBatch) -> AttentionStep:
+        return _InvariantStep(self, batch)
+
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Writes k and v [T, G, D] to `slots`, i32 [T]."""
+        places = slots.long()
+        keys[:, 0].index_copy_(0, places, k)
+        values[:, 0].index_copy_(0, places, v)
+
+    def graph_decoder(self, params: AttentionParams, buffers: GraphBuffers, rows: int, longest: int) -> GraphDecoder:
+        """Makes what attends in a captured step of single tokens; see `CapturableBackend`."""
+        return _InvariantDecoder(self, params, buffers, rows, longest)
+
+    def named_by_graph(self, tokens: int) -> object:
+        """Returns nothing: a graph names the buffers alone."""
+        return None
+
+    def run(
+        self, params: AttentionParams, tiles: Tiles, longest: int, q: torch.Tensor, cache: Any, out: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attends with q [T, H, D]; see `invariant_attention`. `longest`: tokens that a sequence attends to at most."""
+        heads = Heads(
+            params.scale,
+            params.softcap if params.softcap != NO_SOFTCAP else 0.0,
+            params.window if params.window != NO_WINDOW else 0,
+        )
+        programs = max(1, BUSY // max(1, len(tiles.first) * params.kv_heads))
+        parts = -(-longest // self.part)
+        keys, values = cache
+        return invariant_attention(
+            q, keys, values, tiles, heads, part=self.part, parts=parts, programs=programs, out_THD=out
+        )
+
+
+class _InvariantStep(PagedStep):
+    """Attends in one eager step."""
+
+    def __init__(self, backend: InvariantAttention, batch: InputBatch) -> None:
+        super().__init__(backend.append, batch.write_slots_i32)
+        self._backend, self._batch = backend, batch
+        self._longest = int(batch.kv_indptr.diff().max())
+        self._tiles: dict[int, Tiles] = {}  # by the tokens of a tile
+
+    def planned_run(self, params: AttentionParams) -> Any:
+        size = tokens_of_tile(params.heads, params.kv_heads)
+        if size not in self._tiles:
+            self._tiles[size] = tiles_of(self._batch, size)
+        tiles = self._tiles[size]
+
+        def run(q: torch.Tensor, cache: Any, *, out: torch.Tensor, return_lse: bool = False) -> Any:
+            found = self._backend.run(params, tiles, self._longest, q, cache, out)
+            return found if return_lse else out
+
+        return run
+
+
+class _InvariantDecoder:
+    """Implements `GraphDecoder`: each row is a tile."""
+
+    def __init__(
+        self, backend: InvariantAttention, params: AttentionParams, buffers: GraphBuffers, rows: int, longest: int
+    ) -> None:
+        self._backend, self._params, self._longest = backend, params, longest
+        counted = torch.arange(rows + 1, dtype=torch.int32, device=buffers.indptr.device)
+        self._tiles = Tiles(counted[:rows], counted[:rows], counted, buffers.indptr[: rows + 1], buffers.indices)
+        self.run: Any = self._run
+
+    def plan(self, params: AttentionParams, sequences: Sequences) -> None:
+        """Copies what the rows attend to into the buffers."""
+        self._tiles.kv_indptr.copy_(sequences.kv_indptr, non_blocking=True)
+        self._tiles.kv_indices[: len(sequences.kv_indices)].copy_(sequences.kv_indices)
+
+    def replan(self, kv_indptr: torch.Tensor) -> None:
+        """Does nothing: the buffers hold what rows attend to."""
+
+    def _run(self, q: torch.Tensor, cache: Any, *, out: torch.Tensor, return_lse: bool = False) -> Any:
+        found = self._backend.run(self._params, self._tiles, self._longest, q, cache, out)
+        return found if return_lse else out
+
+
+def tiles_of(batch: InputBatch, size: int) -> Tiles:
+    """Returns the tiles of a step: each holds up to `size` neighbouring tokens of one sequence."""
+    starts = batch.qo_indptr.numpy()
+    counts = -(-np.diff(starts) // size)
+    sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    within = np.arange(len(sequence), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = starts[sequence] + size * within
+    device = batch.kv_indices.device
+    host = np.concatenate([sequence, first, starts, batch.kv_indptr.numpy()]).astype(np.int32, copy=False)
+    moved = torch.from_numpy(host).to(device, non_blocking=True)
+    tiles, indptr = len(sequence), len(starts)
+    sequence_of, first_of, qo_indptr, kv_indptr = torch.split(moved, [tiles, tiles, indptr, indptr])
+    return Tiles(sequence_of, first_of, qo_indptr, kv_indptr, batch.kv_indices)

@@ -1,0 +1,162 @@
+"""Replaces the layers of a model that sum over a row by ones that sum each row alike (`engine.numerics: invariant`).
+
+Linear layers are computed by `engine.kernels.invariant_gemm`, root mean square norms by `engine.kernels.rms_norm`.
+Elementwise layers, embeddings and torch's LayerNorm, which normalises each row by itself, stay. The norm in front of
+the head gives float32, which the head multiplies without rounding it: a float32 tail.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from engine.model.compatibility import UnsupportedModel
+from engine.model.lm_head import HeadSpec
+from engine.utils.torch_ops import operation
+
+TRIED_ROWS = 8
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # of a row's largest number
+ROWWISE = (nn.Embedding, nn.LayerNorm, nn.Dropout, nn.SiLU, nn.GELU, nn.ReLU, nn.Tanh)
+
+
+def _linear_shape(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exact: bool = False
+) -> torch.Tensor:
+    dtype = torch.float32 if exact else x.dtype
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+
+
+@operation("invariant_linear(Tensor x, Tensor weight, Tensor? bias, bool exact=False) -> Tensor", _linear_shape)
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exact: bool = False) -> torch.Tensor:
+    """Returns [..., N] of x [..., K], in float32 if `exact`; see `engine.kernels.invariant_gemm`."""
+    from engine.kernels.invariant_gemm import invariant_gemm  # Triton is no part of a CPU's installation
+
+    return invariant_gemm(x, weight, bias, out_dtype=torch.float32 if exact else None)
+
+
+def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exact: bool) -> torch.Tensor:
+    """Computes a linear layer; float32 rows stay float32 beside weights of any type."""
+    out: torch.Tensor = torch.ops.assay.invariant_linear(x, weight, bias, exact)
+    return out
+
+
+class InvariantLinear(nn.Linear):
+    """Computes a linear layer by the invariant kernel."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return invariant_linear(hidden, self.weight, self.bias, hidden.dtype == torch.float32)
+
+
+class NormRule(NamedTuple):
+    """Says how a model's own code applies the weight of a norm."""
+
+    offset: float  # is added to the weight
+    round_first: bool  # the normalised numbers are rounded before the weight multiplies them
+
+
+RULES = [NormRule(offset, rounds) for offset in (0.0, 1.0) for rounds in (True, False)]
+
+
+class InvariantRMSNorm(nn.Module):
+    """Computes a root mean square norm by the invariant kernel; gives float32 where `exact` is set."""
+
+    def __init__(self, weight: nn.Parameter, eps: float, rule: NormRule) -> None:
+        super().__init__()
+        self.weight, self.eps, self.rule, self.exact = weight, eps, rule, False
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        from engine.kernels.rms_norm import rms_norm  # Triton is no part of a CPU's installation
+
+        out = torch.float32 if self.exact else None
+        return rms_norm(
+            hidden,
+            self.weight,
+            self.eps,
+            offset=self.rule.offset,
+            round_first=self.rule.round_first and not self.exact,
+            out_dtype=out,
+        )
+
+
+class InvariantHead(HeadSpec):
+    """Computes rows and columns of logits alike, in float32."""
+
+    def columns(self, hidden_RH: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:
+        """Returns logits f32 [R, L], each with the bits that `rows` gives it."""
+        bias = None if self.bias is None else self.bias[labels_L]
+        return self._capped(invariant_linear(hidden_RH, self.weight[labels_L], bias, True))
+
+    def rows(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """Returns logits f32 [R, V]."""
+        return self._capped(invariant_linear(hidden_RH, self.weight, self.bias, True))
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits * self.scale
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+
+@torch.no_grad()
+def make_invariant(module: Any, head: HeadSpec | None) -> InvariantHead:
+    """Replaces the layers of a causal language model, in place, and returns its head.
+
+    Args:
+        module: The model, its projections fused or not.
+        head: The result of the head check.
+
+    Raises:
+        UnsupportedModel: A layer sums over a row in a way that has no invariant kernel.
+    """
+    architecture = type(module).__name__
+    if head is None:
+        raise UnsupportedModel(architecture, _refusal("its head is code of its own"))
+    for name, child in list(module.named_modules()):
+        if type(child) is nn.Linear:
+            child.__class__ = InvariantLinear
+        elif _is_rms_norm(child):
+            module.set_submodule(name, _invariant_norm(architecture, name, child))
+    _check_layers(architecture, module)
+    _make_tail_exact(architecture, module)
+    return InvariantHead(weight=head.weight, bias=head.bias, scale=head.scale, softcap=head.softcap)
+
+
+def _refusal(reason: str) -> str:
+    return f"`engine.numerics: invariant` cannot compute it ({reason}): set it to fast"
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm") and not isinstance(module, InvariantRMSNorm)
+
+
+def _invariant_norm(architecture: str, name: str, norm: Any) -> InvariantRMSNorm:
+    """Returns a norm that gives what the model's own gives, by the rule that comes closest on tried rows."""
+    weight = getattr(norm, "weight", None)
+    eps = next((getattr(norm, key) for key in ("variance_epsilon", "eps", "epsilon") if hasattr(norm, key)), None)
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not isinstance(eps, float):
+        raise UnsupportedModel(architecture, _refusal(f"{name} is a norm without a weight or an epsilon"))
+    generator = torch.Generator().manual_seed(0)
+    tried = torch.randn((1, TRIED_ROWS, len(weight)), generator=generator).to(weight.device, weight.dtype)
+    own = norm(tried).float()
+    candidates = [InvariantRMSNorm(weight, eps, rule) for rule in RULES]
+    apart = [float((one(tried).float() - own).abs().max()) for one in candidates]
+    best = min(range(len(RULES)), key=apart.__getitem__)
+    if not apart[best] <= TOLERANCES[weight.dtype] * float(own.abs().max()):
+        raise UnsupportedModel(architecture, _refusal(f"{name} is a norm of another kind"))
+    return candidates[best]
+
+
+def _check_layers(architecture: str, module: nn.Module) -> None:
+    """Refuses layers with parameters of their own that are neither replaced nor known to compute each row by itself."""
+    for name, child in module.named_modules():
+        known = isinstance(child, (InvariantLinear, InvariantRMSNorm, *ROWWISE))
+        own = [key for key, _ in child.named_parameters(recurse=False)]
+        if own and not known and own != ["sinks"]:
+            raise UnsupportedModel(architecture, _refusal(f"{name} ({type(child).__name__}) sums by code of its own"))
+
+
+def _make_tail_exact(architecture: str, module: Any) -> None:
+    """Lets the norm in front of the head give float32: the last norm of the body's own."""
+    norms = [child for child in module.base_model.children() if isinstance(child, InvariantRMSNorm)]
+    if len(norms) > 1:
+        raise UnsupportedModel(architecture, _refusal("it has several norms behind its layers"))
+    for norm in norms:
+        norm.exact = True

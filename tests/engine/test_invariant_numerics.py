@@ -1,0 +1,189 @@
+"""A model with `engine.numerics: invariant` answers with the same bits, whatever else its engine does.
+
+The kernels are interpreted: the process is that of the kernels' own tests (`make test`).
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch.input_batch import ScheduledSequence, StepKind
+from engine.config import EngineConfig, SpeculationConfig
+from engine.engine import Engine
+from engine.model.compatibility import UnsupportedModel
+from engine.model.hf_model import HFModel
+from engine.requests import GenerateRequest, Int32s, ScoreRequest
+from gpu_sampler.sampling_params import SamplingParams
+from tests.engine.model.conftest import LENGTH, VOCAB, TinyModels
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or Triton's interpreter"),
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"),
+]
+CONFIG = EngineConfig(kv_slots=1_500, max_running=32, numerics="invariant", token_budget=48)
+LAYERS = 2
+TOKENS = 4
+QUERY = 9
+
+
+@asynccontextmanager
+async def started(module: Any, config: EngineConfig = CONFIG) -> AsyncIterator[Engine]:
+    engine = Engine(HFModel(module, config), config)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def module_of(name: str = "qwen3", dtype: torch.dtype = torch.bfloat16) -> Any:
+    device = "cpu" if INTERPRETED else "cuda"
+    return TinyModels().module(name, num_hidden_layers=LAYERS).to(device, dtype)
+
+
+def ids(seed: int, length: int) -> Int32s:
+    return np.random.default_rng(seed).integers(3, VOCAB, length).astype(np.int32)
+
+
+def generation(number: int, **params: Any) -> GenerateRequest:
+    fields = {"max_tokens": TOKENS, "temperature": 0.0, "logprobs": 2, **params}
+    return GenerateRequest(
+        request_id=f"g{number}", prompt=ids(number, 7 + 9 * (number % 6)), params=SamplingParams(**fields), seed=number
+    )
+
+
+def score(items: Sequence[int]) -> ScoreRequest:
+    rows = [ids(1_000 + item, 3 + 5 * (item % 8)) for item in items]
+    return ScoreRequest(
+        request_id="s",
+        prefix=ids(99, QUERY),
+        ids=np.concatenate(rows),
+        starts=np.cumsum([0, *map(len, rows)]).astype(np.int32),
+        labels=np.array([5, 9], np.int32),
+    )
+
+
+class Answer(NamedTuple):
+    """Holds what a caller received, as bits."""
+
+    tokens: bytes
+    logprobs: bytes
+    top: bytes
+
+
+async def answered(engine: Engine, request: GenerateRequest) -> Answer:
+    chunks = [chunk async for chunk in engine.generate(request)]
+    columns = [[getattr(chunk, name).tobytes() for chunk in chunks] for name in ("tokens", "logprobs", "top_logprobs")]
+    return Answer(*(b"".join(column) for column in columns))
+
+
+async def scored(engine: Engine, request: ScoreRequest) -> list[bytes]:
+    """Returns the log-probabilities of each item's labels, as bits."""
+    found = await engine.score(request)
+    assert not found.status.any()
+    return [row.tobytes() for row in found.label_logprobs]
+
+
+async def at_once(engine: Engine, requests: Sequence[GenerateRequest], count: int) -> list[Answer]:
+    """Answers `count` requests at a time."""
+    found: list[Answer] = []
+    for first in range(0, len(requests), count):
+        found += await asyncio.gather(*(answered(engine, one) for one in requests[first : first + count]))
+    return found
+
+
+async def compare_generations(count: int, *sizes: int) -> None:
+    """Compares generations one at a time with as many as `sizes` name at once: greedy and seeded ones, behind new and
+    behind cached prompts, with drafts and without."""
+    requests = [generation(number, **({"temperature": 0.9} if number % 2 else {})) for number in range(count)]
+    async with started(module_of()) as engine:
+        alone = await at_once(engine, requests, 1)
+        for size in sizes:
+            assert await at_once(engine, requests, size) == alone
+    async with started(module_of(), replace(CONFIG, prefix_cache=False)) as engine:
+        assert await at_once(engine, requests, max(sizes)) == alone
+    ngram = SpeculationConfig(
+        method="ngram", num_speculative_tokens=3, ngram_tokens=1, rejection_sample_method="strict"
+    )
+    async with started(module_of(), replace(CONFIG, speculation=ngram)) as engine:
+        assert await at_once(engine, requests, max(sizes)) == alone
+
+
+async def test_generations_have_the_same_bits_at_one_two_and_four_at_once() -> None:
+    await compare_generations(4, 2, 4)
+
+
+@pytest.mark.gpu
+async def test_on_a_gpu_two_hundred_generations_have_the_same_bits_at_any_number_at_once() -> None:
+    await compare_generations(200, 3, 16, 200)
+
+
+@pytest.mark.gpu
+async def test_on_a_gpu_scores_have_the_same_bits() -> None:
+    await compare_scores("qwen3", 60)
+
+
+async def compare_scores(name: str, count: int) -> None:
+    order = np.random.default_rng(0).permutation(count).tolist()
+    async with started(module_of(name)) as engine:
+        together = await scored(engine, score(range(count)))
+        cached = await scored(engine, score(range(count)))
+        shuffled = await scored(engine, score(order))
+    async with started(module_of(name)) as engine:
+        alone = [(await scored(engine, score([item])))[0] for item in range(count)]
+        beside, *_ = await asyncio.gather(
+            scored(engine, score(range(count))), *(answered(engine, generation(number)) for number in range(3))
+        )
+    assert cached == together and alone == together and beside == together
+    assert [shuffled[order.index(item)] for item in range(count)] == together
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.full)])
+async def test_scores_have_the_same_bits_alone_together_shuffled_cached_and_beside_generations(name: str) -> None:
+    await compare_scores(name, 6)
+
+
+async def test_products_that_follow_the_number_of_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: a product of more than eight rows sums K in another order."""
+    from engine.kernels import invariant_gemm as kernel
+
+    own = kernel.invariant_gemm
+
+    def by_rows(x: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        monkeypatch.setattr(kernel, "SLICE", 64 if x.numel() // x.shape[-1] > 8 else 512)
+        return own(x, *others, **options)
+
+    monkeypatch.setattr(kernel, "invariant_gemm", by_rows)
+    with pytest.raises(UnsupportedModel, match="change the bits of its rows"):
+        HFModel(module_of(dtype=torch.float32), CONFIG)
+
+
+@pytest.mark.parametrize(("name", "part"), [("gpt_oss", "router"), ("qwen3_moe", "experts")])
+def test_a_layer_without_an_invariant_kernel_is_refused_by_name(name: str, part: str) -> None:
+    with pytest.raises(UnsupportedModel, match=rf"{part}.*sums by code of its own.*set it to fast"):
+        HFModel(module_of(name), CONFIG)
+
+
+def test_logits_are_float32_and_those_of_the_library() -> None:
+    module, tokens = module_of("gemma2", torch.float32), ids(5, LENGTH - 1)
+    with torch.no_grad():
+        own = module(input_ids=torch.from_numpy(tokens).long()[None], use_cache=False).logits[0]
+    slots, every = np.arange(1, LENGTH, dtype=np.int32), np.arange(LENGTH - 1, dtype=np.int32)
+    sequence = ScheduledSequence(0, slots[:0], slots, tokens, every)
+    found = HFModel(module, CONFIG).forward(StepKind.SCORE, [sequence], torch.zeros((1, 1), dtype=torch.int32))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match=r"`engine\.numerics` must be fast on a CPU"):
+        HFModel(module_of(), CONFIG)
