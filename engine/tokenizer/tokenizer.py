@@ -1,4 +1,4 @@
-"""Tokenizer: text to ids and back, by the fast tokenizer of a model folder or by the toy's bytes."""
+"""Tokenizer: text to ids and back, by the fast tokenizer of a model folder."""
 
 import json
 from abc import ABC, abstractmethod
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from engine.tokenizer.control_tokens import ControlTokens, controls_of, renamed
 from engine.tokenizer.detokenizer import IncrementalDecoder
@@ -167,83 +167,13 @@ class FastTokenizer(Tokenizer):
         return self._info
 
 
-class ByteTokenizer(Tokenizer):
-    """Tokenizes for the toy model: ids 0 to 255 are bytes, 256 begins a text and 257 ends one."""
-
-    BOS, EOS = 256, 257
-    bos_token_id: int | None = BOS
-    eos_token_id: int | None = EOS
-    _SPECIAL: ClassVar[dict[int, str]] = {BOS: "<bos>", EOS: "<eos>"}
-    special_texts: frozenset[str] = frozenset(_SPECIAL.values())
-    marker_texts: frozenset[str] = frozenset()
-    _special = frozenset(_SPECIAL)
-
-    def __init__(self) -> None:
-        self._controls = ControlTokens({text: token for token, text in self._SPECIAL.items()})
-        self._names = {token: self._controls.names[text] for token, text in self._SPECIAL.items()}
-
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
-        head = [self.BOS] if add_special_tokens else []
-        names = self._names if plain else self._SPECIAL
-        return [head + self._encode(text, names) for text in texts]
-
-    @staticmethod
-    def _encode(text: str, names: dict[int, str]) -> list[int]:
-        ids: list[int] = []
-        while text:
-            found = [(at, token) for token, name in names.items() if (at := text.find(name)) >= 0]
-            at, control = min(found, default=(len(text), None))
-            ids.extend(text[:at].encode("utf-8"))
-            if control is None:
-                break
-            ids.append(control)
-            text = text[at + len(names[control]) :]
-        return ids
-
-    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
-        names = self._names if plain else self._SPECIAL
-        ids = self._encode(text, names)
-        spans: list[tuple[int, int]] = []
-        at = index = 0
-        while index < len(ids):
-            if ids[index] >= self.BOS:
-                width, count = len(names[ids[index]]), 1
-            else:
-                width, count = 1, len(text[at].encode("utf-8"))
-            spans += [(at, at + width)] * count
-            at, index = at + width, index + count
-        return Encoded(ids, spans)
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        out = bytearray()
-        for token in ids:
-            if 0 <= token < self.BOS:
-                out.append(token)
-            elif not skip_special_tokens:
-                out += self._SPECIAL.get(token, "").encode("ascii")
-        return out.decode("utf-8", "replace")
-
-    def token_texts(self, ids: Sequence[int]) -> list[str]:
-        return [
-            self.decode([token], skip_special_tokens=False)
-            if not 128 <= token < self.BOS
-            else bytes_text(bytes([token]))
-            for token in ids
-        ]
-
-    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
-        return [bytes([token]) if 0 <= token < self.BOS else self._SPECIAL.get(token, "").encode() for token in ids]
-
-    def info(self) -> TokenizerInfo:
-        return TokenizerInfo(
-            tokenizer_class="ByteTokenizer", bos_token="<bos>", eos_token="<eos>", pad_token=None, chat_template=None
-        )
-
-
 def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:
     """Loads the tokenizer of a model path as in ModelConfig: "toy", "builtin", a folder or a cached repository id."""
     if str(path) == "toy":
-        return ByteTokenizer()
+        from engine.model.checkpoint import toy_module  # imports the model library
+
+        tokenizer: Tokenizer = toy_module().ByteTokenizer()
+        return tokenizer
     if str(path) == "builtin":
         path = Path(__file__).parents[1] / "builtin" / "target"
     return FastTokenizer(Path(path), revision)

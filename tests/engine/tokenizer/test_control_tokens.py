@@ -12,7 +12,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from engine.tokenizer.control_tokens import ControlTokens, renamed
-from engine.tokenizer.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
+from engine.tokenizer.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
+from tests.support.toy_model import ByteTokenizer
 
 LETTERS = [chr(c) for c in range(33, 127)]
 CONTROLS = ["<s>", "</s>", "<think>", "</think>"]

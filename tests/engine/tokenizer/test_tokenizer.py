@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 
-from engine.testing import toy_model
 from engine.tokenizer.detokenizer import MAX_HELD, IncrementalDecoder
-from engine.tokenizer.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
+from engine.tokenizer.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
+from tests.support import toy_model
+from tests.support.toy_model import ByteTokenizer
 
 BUILTIN = Path(__file__).parents[3] / "engine" / "builtin" / "target"
 UGLY = ["", " ", "a", " née 😀 x", "\x00", "אבג", "e\u0301", "\U0001f469\u200d\U0001f52c!", "a" * 5000, "line\n\n  two"]
