@@ -413,9 +413,7 @@ class TritonSampler:
         rows, _ = self._draw(logits_RV, runs.slots[: len(logits_RV)], runs, plan, own, kept=True, beside=beside)
         q_best = q_total = work.floats  # stand where nothing is read
         if proposal.q_logits is not None:
-            # Apart: half of one tensor begins at a multiple of 16 bytes or not, and each would be compiled for.
-            q_best, q_total = (torch.empty((requests, max(1, steps)), device=self._device) for _ in range(2))
-            dense_totals(proposal.q_logits, ids, kinds, slots_B, state.table, q_best, q_total)
+            q_best, q_total = dense_totals(proposal, slots_B, state.table)
         drafts = DraftProbs(proposal, q_best, q_total, rules, self._rates_of(rules))
         rejection_sample(state, slots_B, rows, drafts, drawn_R, out, crowded=crowded)
         if plan.n_top is not None:
