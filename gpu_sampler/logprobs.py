@@ -69,37 +69,6 @@ def head_logprob(
     return TargetLogprobs(logprobs, ranks, log_sums.float(), is_greedy, flags)
 
 
-def label_scores(
-    hidden_ND: torch.Tensor,
-    head_LD: torch.Tensor,
-    bias_L: torch.Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-) -> torch.Tensor:
-    """Computes log-probabilities among at most 128 labels, from their gathered rows of the LM head.
-
-    Args:
-        hidden_ND: [N, D] bf16, fp16 or f32.
-        head_LD: [L, D] of the same type.
-        bias_L: [L] of any float type.
-        scale: a factor of the logits.
-        softcap: cap(z) = softcap tanh(z / softcap); 0 for none.
-
-    Returns:
-        f32 [N, L]. NaN and +inf count as -inf; a row with nothing finite has -inf everywhere.
-
-    Raises:
-        ValueError: there are too many labels, or the shapes do not belong together.
-    """
-    if hidden_ND.is_cuda:
-        from gpu_sampler.kernels.lm_head_logprob import label_scores as kernel
-
-        return kernel(hidden_ND, head_LD, bias_L, scale, softcap)
-    bias = None if bias_L is None else bias_L.float().numpy()
-    head, hidden = head_LD.float().numpy(), hidden_ND.float().numpy()
-    return torch.from_numpy(reference.label_scores(hidden, head, bias, scale, softcap))
-
-
 def chosen_logprobs(logits: Any, ids: Any) -> tuple[Any, Any]:
     """Computes log-softmax of logits [R, V] at `ids` [R, C] (or [C], the same for every row).
 

@@ -41,8 +41,7 @@ from deployments.observability.replica_metrics import ReplicaMetrics
 from deployments.protocol import ModelCard
 from engine.config import EngineConfig, Pattern, Range
 from engine.engine import Engine
-from engine.testing.toy_model import ToyModel
-from engine.tokenizer.tokenizer import ByteTokenizer
+from tests.support.toy_model import ByteTokenizer, ToyModel
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"

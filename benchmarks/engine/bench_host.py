@@ -27,7 +27,7 @@ from engine.config import EngineConfig
 from engine.core import LoopOptions
 from engine.engine import Engine
 from engine.requests import Int32s, ScoreRequest
-from engine.testing.toy_model import ToyModel
+from tests.support.toy_model import ToyModel
 
 VOCAB = 151_936
 STEP_TOKENS = 16_384

@@ -1,12 +1,11 @@
-"""Measures `head_logprob` and `label_scores` against the matrix product alone and against full logits. Needs a GPU.
+"""Measures `head_logprob` against the matrix product alone and against full logits. Needs a GPU.
 
     python -m benchmarks.kernels.bench_lm_head_logprob --out benchmarks/results
     python -m benchmarks.kernels.bench_lm_head_logprob --tune
 
 Each time is the median of CUDA graph replays; compared ops run in turn so that they share the device's clock rate.
-Inputs are random bf16 with logits of standard deviation 3. The label ops are timed as 20 calls in one graph, on inputs
-in the L2 cache, as after a forward pass. `extra_mib` is the peak of allocated memory beyond the inputs. `--tune` times
-the tilings of the product, and torch.mm by chunks of the vocabulary.
+Inputs are random bf16 with logits of standard deviation 3. `extra_mib` is the peak of allocated memory beyond the
+inputs. `--tune` times the tilings of the product, and torch.mm by chunks of the vocabulary.
 """
 
 import argparse
@@ -19,12 +18,11 @@ from typing import Any
 import torch
 
 from benchmarks.support.report import Row, publish, table
-from gpu_sampler.kernels.lm_head_logprob import HALF, HeadTile, branch, head_logprob, label_scores
+from gpu_sampler.kernels.lm_head_logprob import HALF, HeadTile, head_logprob
 
 ROWS = (256, 1024, 4096)
 WIDTHS = (1024, 4096)
 VOCABULARIES = (32_000, 151_936)
-LABEL_CASES = ((256, 2, 1024), (256, 8, 1024), (256, 8, 4096), (256, 16, 4096), (256, 128, 4096), (4096, 8, 4096))
 TUNED = (
     HALF,
     HALF._replace(group=8),
@@ -33,20 +31,18 @@ TUNED = (
     HeadTile(128, 128, 64, group=16, warps=4, stages=3, programs=2),
 )
 _cuda: Any = torch.cuda  # its streams and events are untyped
-CALLS = 20  # of a small op in one graph
 CHUNK = 2048  # columns of torch.mm into one fp32 buffer of 32 MiB
 
 
-def graph_of(op: Callable[[], object], calls: int = 1) -> Callable[[], None]:
-    """Captures `calls` calls in a CUDA graph and returns its replay."""
+def graph_of(op: Callable[[], object]) -> Callable[[], None]:
+    """Captures a call in a CUDA graph and returns its replay."""
     side: torch.cuda.Stream = _cuda.Stream()
     with torch.cuda.stream(side):
         op()
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(calls):
-            op()
+        op()
     return graph.replay
 
 
@@ -113,18 +109,6 @@ def head_row(rows: int, width: int, vocab: int, repeats: int) -> Row:
     }
 
 
-def label_row(rows: int, labels: int, width: int, repeats: int) -> Row:
-    hidden, head, _ = inputs(rows, width, labels)
-
-    def in_torch() -> object:
-        return (hidden @ head.T).float().log_softmax(1)
-
-    graphs = [graph_of(op, CALLS) for op in (lambda: label_scores(hidden, head), in_torch)]
-    ours, theirs = (1e3 * ms / CALLS for ms in times_ms(graphs, repeats))
-    case = f"label_scores N={rows} L={labels} d={width} ({branch(labels)})"
-    return {"case": case, "us": ours, "torch_us": theirs}
-
-
 def tuned_rows(rows: int, width: int, vocab: int, repeats: int) -> None:
     """Prints a line for each tiling immediately, so that an interrupted run has results."""
     hidden, head, targets = inputs(rows, width, vocab)
@@ -173,8 +157,7 @@ def main() -> None:
         tuned_rows(4096, 4096, 151_936, args.repeats)
         return
     rows = [head_row(n, d, v, args.repeats) for n in ROWS for d in WIDTHS for v in VOCABULARIES]
-    rows += [label_row(n, labels, d, args.repeats) for n, labels, d in LABEL_CASES]
-    publish("head_logprob", rows, args.out, notes="bf16; medians of graph replays by turns; label ops 20 calls a graph")
+    publish("head_logprob", rows, args.out, notes="bf16; medians of graph replays by turns")
 
 
 if __name__ == "__main__":

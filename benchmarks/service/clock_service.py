@@ -40,7 +40,9 @@ def _first(*places: str) -> Any:
 
 AppArgs: Any = _first("deployments.config.app_args:AppArgs", "deployments.config:AppArgs")
 Engine: Any = _first("engine.engine:Engine", "engine.loop:Engine")
-ToyModel: Any = _first("engine.testing.toy_model:ToyModel", "engine.builtin.toy:ToyModel")
+ToyModel: Any = _first(
+    "tests.support.toy_model:ToyModel", "engine.testing.toy_model:ToyModel", "engine.builtin.toy:ToyModel"
+)
 
 
 class SimulatedDevice:

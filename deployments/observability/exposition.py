@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import psutil
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 SECONDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5))[:-2]  # buckets of times
+Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 class Snapshot(NamedTuple):
@@ -72,4 +73,12 @@ def histogram(
     limits = [*map(str, map(float, bounds)), "+Inf"]
     for value, (counts, total) in totals.items():
         made.add_metric((value,), list(zip(limits, accumulate(counts), strict=True)), total)
+    return made
+
+
+def labelled(kind: Kind, name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
+    """Makes a metric with one label from totals by its value."""
+    made = kind(name, help, labels=(label,))
+    for value, total in values.items():
+        made.add_metric((value,), total)
     return made

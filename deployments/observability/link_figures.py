@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from deployments.observability.exposition import labelled
 
 LOSSES = ("cut", "died", "unreachable", "behind", "invalid")
 
@@ -24,15 +27,9 @@ class LinkFigures:
         """Yields the totals as metrics."""
         yield GaugeMetricFamily("assay_links", "Open links to the other side.", self.links)
         yield CounterMetricFamily("assay_link_calls", "Calls that went over a link.", self.calls)
+        counted = partial(labelled, CounterMetricFamily)
         frames = {"sent": self.frames_sent, "received": self.frames_received}
-        yield _labelled("assay_link_frames", "Frames of links.", "direction", frames)
+        yield counted("assay_link_frames", "Frames of links.", "direction", frames)
         sizes = {"sent": self.bytes_sent, "received": self.bytes_received}
-        yield _labelled("assay_link_bytes", "Bytes of links.", "direction", sizes)
-        yield _labelled("assay_link_losses", "Links that were lost, by cause.", "cause", self.losses)
-
-
-def _labelled(name: str, help: str, label: str, values: dict[str, int]) -> Metric:
-    made = CounterMetricFamily(name, help, labels=(label,))
-    for value, count in values.items():
-        made.add_metric((value,), count)
-    return made
+        yield counted("assay_link_bytes", "Bytes of links.", "direction", sizes)
+        yield counted("assay_link_losses", "Links that were lost, by cause.", "cause", self.losses)

@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import CounterMetricFamily as Counters
 from prometheus_client.metrics_core import GaugeMetricFamily as Gauges
 from prometheus_client.metrics_core import Metric, SummaryMetricFamily
 
-from deployments.observability.exposition import SECONDS, collected, histogram
+from deployments.observability.exposition import SECONDS, collected, histogram, labelled
 from deployments.observability.ingress_metrics import known
 from deployments.observability.link_figures import LinkFigures
 from deployments.protocol import ModelCard
@@ -42,9 +42,6 @@ COUNTERS = (
     ("assay_spec_unknown_drafts", "drafts_missing_q", "Drafts without their distribution."),
 )
 TOKENS = ("prompt", "cached", "computed", "generated", "wasted", "padding", "drafted")  # `..._tokens` of EngineStats
-
-
-Kind = type[Counters] | type[Gauges]
 
 
 class ReplicaMetrics:
@@ -81,7 +78,7 @@ class ReplicaMetrics:
             *collected(self.registry),
             *engine_families(stats),
             *self.links.families(),
-            _labelled(Gauges, "assay_warmup_seconds", "Time of start-up, by part.", "part", self._warm_up),
+            labelled(Gauges, "assay_warmup_seconds", "Time of start-up, by part.", "part", self._warm_up),
             build,
         )
 
@@ -93,8 +90,8 @@ def engine_families(stats: EngineStats) -> tuple[Metric, ...]:
     return (
         *(Gauges(name, help, getattr(stats, field)) for name, field, help in GAUGES),
         *(Counters(name, help, getattr(stats, field)) for name, field, help in COUNTERS),
-        _labelled(Gauges, "assay_kv_slots", "Slots of the KV cache, one a token.", "state", slots),
-        _labelled(Counters, "assay_tokens", "Tokens by kind.", "kind", tokens),
+        labelled(Gauges, "assay_kv_slots", "Slots of the KV cache, one a token.", "state", slots),
+        labelled(Counters, "assay_tokens", "Tokens by kind.", "kind", tokens),
         *_step_families(stats),
         *_speculation_families(stats),
         *_sampler_families(stats.sampler),
@@ -120,9 +117,9 @@ def _speculation_families(stats: EngineStats) -> tuple[Metric, ...]:
     verified, accepted = _by_position(stats.drafts_reached), _by_position(stats.drafts_accepted)
     seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds}
     return (
-        _labelled(Counters, "assay_spec_verified_tokens", "Draft tokens verified.", "position", verified),
-        _labelled(Counters, "assay_spec_accepted_tokens", "Draft tokens accepted.", "position", accepted),
-        _labelled(Counters, "assay_spec_seconds", "Time of drafting and of verify steps.", "part", seconds),
+        labelled(Counters, "assay_spec_verified_tokens", "Draft tokens verified.", "position", verified),
+        labelled(Counters, "assay_spec_accepted_tokens", "Draft tokens accepted.", "position", accepted),
+        labelled(Counters, "assay_spec_seconds", "Time of drafting and of verify steps.", "part", seconds),
     )
 
 
@@ -134,14 +131,6 @@ def _sampler_families(stats: Any) -> tuple[Metric, ...]:
     rows: Mapping[str, int] = getattr(stats, "rows", {})
     flags = {flag.lower(): count for flag, count in getattr(stats, "flags", {}).items()}
     return (
-        _labelled(Counters, "assay_sampler_rows", "Sampled tokens by code path.", "branch", rows),
-        _labelled(Counters, "assay_sampler_flags", "Sampled tokens with rare conditions, by condition.", "flag", flags),
+        labelled(Counters, "assay_sampler_rows", "Sampled tokens by code path.", "branch", rows),
+        labelled(Counters, "assay_sampler_flags", "Sampled tokens with rare conditions, by condition.", "flag", flags),
     )
-
-
-def _labelled(kind: Kind, name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Makes a metric with one label from totals by its value."""
-    made = kind(name, help, labels=(label,))
-    for value, total in values.items():
-        made.add_metric((value,), total)
-    return made

@@ -64,7 +64,7 @@ def _attend_qk_norm_rope(
 def _norm_rope(
     x_THD: torch.Tensor, norm_D: torch.Tensor | None, eps: float, cos_TD: torch.Tensor, sin_TD: torch.Tensor
 ) -> torch.Tensor:
-    """Computes `engine.kernels.reference.qk_norm_rope` in float32, rounded once."""
+    """Computes what `engine.kernels.qk_norm_rope` does to heads, in float32 and rounded once."""
     wide = x_THD.float()
     if norm_D is not None:
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * norm_D.float()

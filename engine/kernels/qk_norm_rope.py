@@ -117,7 +117,7 @@ def qk_norm_rope(
         slots_T: i32 [T], not checked: they must lie in the storage.
 
     Returns:
-        The queries [T, H, D], contiguous; `engine.kernels.reference.qk_norm_rope` in fp32, rounded once.
+        The queries [T, H, D], contiguous, computed in fp32 and rounded once.
 
     Raises:
         ValueError: Shapes, types or devices do not belong together.

@@ -208,7 +208,7 @@ def skinny_decode_attention(
         chunk: For tuning, as `warps` is.
 
     Returns:
-        [R, H, D] in q's type, and the log-sum-exps f32 [R, H] in base 2; see `engine.kernels.reference`.
+        [R, H, D] in q's type, and the log-sum-exps f32 [R, H] in base 2.
 
     Raises:
         ValueError: Shapes or types do not belong together.

@@ -157,7 +157,7 @@ def skinny_gemm(
     residual: torch.Tensor | None = None,
     tile: GemmTile | None = None,
 ) -> torch.Tensor:
-    """Multiplies rows with a weight; `engine.kernels.reference.skinny_gemm` in fp32, rounded once.
+    """Multiplies rows with a weight, in fp32 and rounded once.
 
     It reads no value of the device on the host, so that a graph can capture it.
 

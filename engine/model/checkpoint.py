@@ -1,5 +1,6 @@
 """Finds and reads a model's files: safetensors alone, from a folder or a pinned revision. It runs no code of theirs."""
 
+import importlib
 import logging
 import os
 import re
@@ -216,3 +217,14 @@ def longest_sequence(config: Any, max_model_len: int | None) -> int:
 def faults_allowed() -> bool:
     """Returns whether this process may run the fault-test model."""
     return os.environ.get("ASSAY_TEST_FAULTS") == "1"
+
+
+def toy_module() -> Any:
+    """Returns the tests' module with the fault-test model and its tokenizer, which ship with the tests alone.
+
+    Raises:
+        ValueError: This process may not run it.
+    """
+    if not faults_allowed():
+        raise ValueError("`model.path` toy is a fault-test model and needs ASSAY_TEST_FAULTS=1.")
+    return importlib.import_module("tests.support.toy_model")

@@ -1,5 +1,5 @@
 """Defines what the step loop needs of a model. `engine.model.hf_model` runs Hugging Face models, and
-`engine.testing.toy_model` stands in for one."""
+`tests.support.toy_model` stands in for one."""
 
 from typing import Protocol
 

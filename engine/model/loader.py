@@ -1,6 +1,5 @@
 """Loads a target model and, where speculation needs one, its draft model: one vocabulary, one set of storage slots."""
 
-import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +11,11 @@ from engine.model.checkpoint import (
     BUILTIN,
     audit_files,
     choose_device,
-    faults_allowed,
     find_folder,
     longest_sequence,
     read_config,
     read_model,
+    toy_module,
 )
 from engine.model.checkpoint_audit import read_headers
 from engine.model.heads.info import HeadKind
@@ -26,7 +25,6 @@ from engine.model.interface import CausalLM
 from engine.model.startup_progress import StartupProgress, silent, timed
 
 BUILTIN_DRAFT = BUILTIN.parent / "draft"
-TOY_BLUR = 0.3  # a toy draft foresees the toy most of the time
 
 
 class UnsupportedDraft(ValueError):
@@ -50,7 +48,8 @@ def load_model(model: ModelConfig, engine: EngineConfig, progress: StartupProgre
         ValueError: An option does not fit the model or the machine.
     """
     if str(model.path) == "toy":
-        return _load_toy(model, engine)
+        toy: CausalLM = toy_module().load(model, engine)
+        return toy
     device = choose_device(model.device)
     with timed("load", progress):
         folder = find_folder(model)
@@ -70,7 +69,8 @@ def load_models(model: ModelConfig, engine: EngineConfig, progress: StartupProgr
     if engine.speculation.draft is None:
         return LoadedModels(load_model(model, engine, progress), None)
     if str(model.path) == "toy":
-        return _load_toys(model, engine)
+        toys: LoadedModels = toy_module().load_models(model, engine)
+        return toys
     device = choose_device(model.device)
     draft_model = _draft_model_config(model, engine)
     folder, draft_folder, config, draft_config, length = _checked_pair(model, draft_model)
@@ -163,22 +163,3 @@ def _check_tokenizers(target: Path, draft: Path, model: ModelConfig) -> None:
             f"`speculation.draft` must have the target's tokenizer. Given: {model.path}, in which {differ} of "
             f"{len(first)} tokens have another id or none."
         )
-
-
-def _load_toy(model: ModelConfig, engine: EngineConfig) -> CausalLM:
-    if not faults_allowed():
-        raise ValueError("`model.path` toy is a fault-test model and needs ASSAY_TEST_FAULTS=1.")
-    toy: Any = importlib.import_module("engine.testing.toy_model")
-    made: CausalLM = toy.load(model, engine)
-    return made
-
-
-def _load_toys(model: ModelConfig, engine: EngineConfig) -> LoadedModels:
-    target = load_model(model, engine)
-    if engine.speculation.draft != "toy":
-        raise UnsupportedDraft(f"`speculation.draft` must be toy for the toy model. Given: {engine.speculation.draft}.")
-    toy: Any = importlib.import_module("engine.testing.toy_model")
-    draft: CausalLM = toy.ToyModel(
-        num_slots=target.num_slots, max_model_len=target.max_model_len, vocab_size=target.vocab_size, blur=TOY_BLUR
-    )
-    return LoadedModels(target, draft)

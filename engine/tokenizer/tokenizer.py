@@ -1,12 +1,11 @@
-"""Tokenizer: text to ids and back, by the fast tokenizer of a model folder or by the toy's bytes."""
+"""Tokenizer: text to ids and back, by the fast tokenizer of a model folder."""
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from engine.tokenizer.control_tokens import ControlTokens, controls_of, renamed
 from engine.tokenizer.detokenizer import IncrementalDecoder
@@ -30,8 +29,11 @@ class TokenizerInfo:
     chat_template: str | None
 
 
-class Tokenizer(ABC):
-    """Encodes and decodes text. Thread-safe; encoding may take milliseconds, so an event loop uses an executor."""
+class Tokenizer:
+    """Encodes and decodes text by a `tokenizers` tokenizer as transformers loads it. No code of its folder is ever run.
+
+    Thread-safe; encoding may take milliseconds, so an event loop uses an executor.
+    """
 
     bos_token_id: int | None
     eos_token_id: int | None
@@ -39,51 +41,6 @@ class Tokenizer(ABC):
     marker_texts: frozenset[str]  # the other control tokens, such as `<think>`
     _controls: ControlTokens
     _special: frozenset[int]  # ids that `skip_special_tokens` leaves out
-
-    @abstractmethod
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
-        """Returns the ids of each text. `plain`: strings of control tokens are ordinary characters."""
-
-    @abstractmethod
-    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
-        """Returns the ids of one text without special tokens, and where each came from."""
-
-    @abstractmethod
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Returns the text of ids. Unknown ids have no text."""
-
-    @abstractmethod
-    def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Returns the text of each id on its own, or `bytes:\\xNN...` where its bytes are not UTF-8."""
-
-    @abstractmethod
-    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
-        """Returns the bytes of each id, from which a client can join characters that are cut between tokens."""
-
-    @abstractmethod
-    def info(self) -> TokenizerInfo:
-        """Returns what the tokenizer is."""
-
-    def mark(self, text: str) -> str:
-        """Puts each control string under its secret name, which `plain` encoding takes for that token."""
-        return self._controls.mark(text)
-
-    def has_token(self, text: str) -> bool:
-        """Tells whether `text` is the string of one control token."""
-        return text in self._controls.names
-
-    def mark_spans(self, text: str) -> list[tuple[int, int]]:
-        """Returns the characters [start, end) of each secret name in a marked text."""
-        return self._controls.spans(text)
-
-    def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
-        """Makes a decoder for the tokens of one stream."""
-        decode = partial(self.decode, skip_special_tokens=False)
-        return IncrementalDecoder(decode, self._special if skip_special_tokens else frozenset())
-
-
-class FastTokenizer(Tokenizer):
-    """Wraps a `tokenizers` tokenizer as transformers loads it. No code of the folder is ever run."""
 
     def __init__(self, folder: Path, revision: str | None = None) -> None:
         from transformers import AutoTokenizer
@@ -116,8 +73,8 @@ class FastTokenizer(Tokenizer):
         )
         self._bytes = _byte_alphabet(json.loads(data).get("decoder"))
         self._pieces: dict[int, tuple[str, bytes]] = {}
-        self.bos_token_id: int | None = loaded.bos_token_id
-        self.eos_token_id: int | None = loaded.eos_token_id
+        self.bos_token_id = loaded.bos_token_id
+        self.eos_token_id = loaded.eos_token_id
         self._info = TokenizerInfo(
             tokenizer_class=type(loaded).__name__,
             bos_token=loaded.bos_token,
@@ -127,21 +84,26 @@ class FastTokenizer(Tokenizer):
         )
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
+        """Returns the ids of each text. `plain`: strings of control tokens are ordinary characters."""
         backend = self._plain if plain else self._backend
         found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in found]
 
     def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
+        """Returns the ids of one text without special tokens, and where each came from."""
         found = (self._plain if plain else self._backend).encode(text, add_special_tokens=False)
         return Encoded(found.ids, found.offsets)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Returns the text of ids. Unknown ids have no text."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Returns the text of each id on its own, or `bytes:\\xNN...` where its bytes are not UTF-8."""
         return [self._piece(token)[0] for token in ids]
 
     def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """Returns the bytes of each id, from which a client can join characters that are cut between tokens."""
         return [self._piece(token)[1] for token in ids]
 
     def _piece(self, token: int) -> tuple[str, bytes]:
@@ -164,89 +126,37 @@ class FastTokenizer(Tokenizer):
         return bytes_text(data), data
 
     def info(self) -> TokenizerInfo:
+        """Returns what the tokenizer is."""
         return self._info
 
+    def mark(self, text: str) -> str:
+        """Puts each control string under its secret name, which `plain` encoding takes for that token."""
+        return self._controls.mark(text)
 
-class ByteTokenizer(Tokenizer):
-    """Tokenizes for the toy model: ids 0 to 255 are bytes, 256 begins a text and 257 ends one."""
+    def has_token(self, text: str) -> bool:
+        """Tells whether `text` is the string of one control token."""
+        return text in self._controls.names
 
-    BOS, EOS = 256, 257
-    bos_token_id: int | None = BOS
-    eos_token_id: int | None = EOS
-    _SPECIAL: ClassVar[dict[int, str]] = {BOS: "<bos>", EOS: "<eos>"}
-    special_texts: frozenset[str] = frozenset(_SPECIAL.values())
-    marker_texts: frozenset[str] = frozenset()
-    _special = frozenset(_SPECIAL)
+    def mark_spans(self, text: str) -> list[tuple[int, int]]:
+        """Returns the characters [start, end) of each secret name in a marked text."""
+        return self._controls.spans(text)
 
-    def __init__(self) -> None:
-        self._controls = ControlTokens({text: token for token, text in self._SPECIAL.items()})
-        self._names = {token: self._controls.names[text] for token, text in self._SPECIAL.items()}
-
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
-        head = [self.BOS] if add_special_tokens else []
-        names = self._names if plain else self._SPECIAL
-        return [head + self._encode(text, names) for text in texts]
-
-    @staticmethod
-    def _encode(text: str, names: dict[int, str]) -> list[int]:
-        ids: list[int] = []
-        while text:
-            found = [(at, token) for token, name in names.items() if (at := text.find(name)) >= 0]
-            at, control = min(found, default=(len(text), None))
-            ids.extend(text[:at].encode("utf-8"))
-            if control is None:
-                break
-            ids.append(control)
-            text = text[at + len(names[control]) :]
-        return ids
-
-    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
-        names = self._names if plain else self._SPECIAL
-        ids = self._encode(text, names)
-        spans: list[tuple[int, int]] = []
-        at = index = 0
-        while index < len(ids):
-            if ids[index] >= self.BOS:
-                width, count = len(names[ids[index]]), 1
-            else:
-                width, count = 1, len(text[at].encode("utf-8"))
-            spans += [(at, at + width)] * count
-            at, index = at + width, index + count
-        return Encoded(ids, spans)
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        out = bytearray()
-        for token in ids:
-            if 0 <= token < self.BOS:
-                out.append(token)
-            elif not skip_special_tokens:
-                out += self._SPECIAL.get(token, "").encode("ascii")
-        return out.decode("utf-8", "replace")
-
-    def token_texts(self, ids: Sequence[int]) -> list[str]:
-        return [
-            self.decode([token], skip_special_tokens=False)
-            if not 128 <= token < self.BOS
-            else bytes_text(bytes([token]))
-            for token in ids
-        ]
-
-    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
-        return [bytes([token]) if 0 <= token < self.BOS else self._SPECIAL.get(token, "").encode() for token in ids]
-
-    def info(self) -> TokenizerInfo:
-        return TokenizerInfo(
-            tokenizer_class="ByteTokenizer", bos_token="<bos>", eos_token="<eos>", pad_token=None, chat_template=None
-        )
+    def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
+        """Makes a decoder for the tokens of one stream."""
+        decode = partial(self.decode, skip_special_tokens=False)
+        return IncrementalDecoder(decode, self._special if skip_special_tokens else frozenset())
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:
     """Loads the tokenizer of a model path as in ModelConfig: "toy", "builtin", a folder or a cached repository id."""
     if str(path) == "toy":
-        return ByteTokenizer()
+        from engine.model.checkpoint import toy_module  # imports the model library
+
+        tokenizer: Tokenizer = toy_module().ByteTokenizer()
+        return tokenizer
     if str(path) == "builtin":
         path = Path(__file__).parents[1] / "builtin" / "target"
-    return FastTokenizer(Path(path), revision)
+    return Tokenizer(Path(path), revision)
 
 
 def _default_template(found: str | dict[str, str] | None) -> str | None:

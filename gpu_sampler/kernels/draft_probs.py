@@ -27,7 +27,7 @@ from gpu_sampler.kernels.common import (
     tile_ids,
     tile_values,
 )
-from gpu_sampler.spec_decode import MAX_DRAFTS, PROPOSAL_IDS, ProposalKind
+from gpu_sampler.spec_decode import MAX_DRAFTS, PROPOSAL_IDS, Proposal, ProposalKind
 
 DRAFTS: tl.constexpr = tl.constexpr(MAX_DRAFTS)
 IDS: tl.constexpr = tl.constexpr(PROPOSAL_IDS)
@@ -161,34 +161,24 @@ def _dense_totals_kernel(q_logits, q_stride, draft_ids, kinds, slots, table, q_b
 
 
 def dense_totals(
-    q_logits: torch.Tensor,
-    draft_ids: torch.Tensor,
-    kinds: torch.Tensor,
-    slots_B: torch.Tensor,
-    table_SW: torch.Tensor,
-    q_best: torch.Tensor,
-    q_total: torch.Tensor,
-) -> None:
-    """Fills the largest logit and the sum of exponentials of dense proposals.
+    proposal: Proposal, slots_B: torch.Tensor, table_SW: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes what softmax needs of a step's dense proposals.
 
     Args:
-        q_logits: [B, K, V] of any float type, the drafter's.
-        draft_ids, kinds: i32 [B, K], u8 [B] drafts and ProposalKind.
+        proposal: the drafts on the device, with the drafter's logits [B, K, V] of any float type.
         slots_B, table_SW: i32, the requests' slots and their state.
-        q_best, q_total: f32 [B, K] outputs; other proposals leave them alone.
+
+    Returns:
+        The largest logit and the sum of exponentials of each position, f32 [B, K]; undefined for other proposals.
     """
-    requests, steps, vocab = q_logits.shape
-    if requests and steps:
+    q_logits, ids = proposal.q_logits, proposal.draft_ids
+    requests, steps = ids.shape
+    # Apart: half of one tensor begins at a multiple of 16 bytes or not, and each would be compiled for.
+    q_best, q_total = (torch.empty((requests, max(1, steps)), device=ids.device) for _ in range(2))
+    if q_logits is not None and requests and steps:
         _dense_totals_kernel[(requests * steps,)](
-            q_logits,
-            q_logits.stride(1),
-            draft_ids,
-            kinds,
-            slots_B,
-            table_SW,
-            q_best,
-            q_total,
-            steps,
-            vocab,
-            num_warps=8,
-        )
+            q_logits, q_logits.stride(1), ids, proposal.kind, slots_B, table_SW, q_best, q_total, steps,
+            q_logits.shape[2], num_warps=8,
+        )  # fmt: skip
+    return q_best, q_total

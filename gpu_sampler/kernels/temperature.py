@@ -88,7 +88,7 @@ def apply_temperature(
     *,
     out_PV: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Divides chosen rows by their temperatures; see `gpu_sampler.reference.temperature`.
+    """Divides chosen rows by their temperatures, as the module describes.
 
     It reads nothing back from the device, so that a CUDA graph can capture it.
 

@@ -1,8 +1,6 @@
-"""Reference of `head_logprob` and `label_scores`: the full LM head or the labels' rows of it, then a log-softmax.
+"""Reference of `head_logprob`: the full LM head, then a log-softmax.
 
-The softmax over L labels cancels the normaliser of the whole vocabulary, so the labels' rows of the head are enough.
-
-Shape legend: N rows, V vocabulary, L labels, D width of a hidden row.
+Shape legend: N rows, V vocabulary, D width of a hidden row.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -17,28 +15,16 @@ from gpu_sampler.reference.softmax_stats import Float32s
 Float64s = npt.NDArray[np.float64]
 
 
-def label_scores(
-    hidden_ND: Float32s, head_LD: Float32s, bias_L: Float32s | None = None, scale: float = 1.0, softcap: float = 0.0
-) -> Float32s:
-    """Returns log-softmax over the labels of `head_logits`, f32 [N, L].
-
-    NaN and +inf count as -inf. A label of -inf scores -inf; a row with nothing finite has only such labels.
-    """
-    z_NL = head_logits(hidden_ND, head_LD, bias_L, scale, softcap)
-    z_NL = np.where(z_NL < np.inf, z_NL, -np.inf)  # NaN compares false too
-    return (z_NL - log_sums(z_NL)[:, None]).astype(np.float32)
-
-
 def head_logits(
-    hidden_ND: Float32s, head_LD: Float32s, bias_L: Float32s | None, scale: float, softcap: float
+    hidden_ND: Float32s, head_VD: Float32s, bias_V: Float32s | None, scale: float, softcap: float
 ) -> Float64s:
-    """Returns logits float64 [N, L] of rows of the head: cap(scale (h . w + b)), cap(z) = softcap tanh(z / softcap)."""
+    """Returns logits float64 [N, V]: cap(scale (h . w + b)), cap(z) = softcap tanh(z / softcap)."""
     with np.errstate(invalid="ignore"):
-        z_NL = hidden_ND.astype(np.float64) @ head_LD.astype(np.float64).T
-        if bias_L is not None:
-            z_NL = z_NL + bias_L
-        z_NL = z_NL * scale
-    return np.asarray(softcap * np.tanh(z_NL / softcap) if softcap else z_NL, np.float64)
+        z_NV = hidden_ND.astype(np.float64) @ head_VD.astype(np.float64).T
+        if bias_V is not None:
+            z_NV = z_NV + bias_V
+        z_NV = z_NV * scale
+    return np.asarray(softcap * np.tanh(z_NV / softcap) if softcap else z_NV, np.float64)
 
 
 def log_sums(z_NV: Float64s) -> Float64s:

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from engine.testing import toy_model
+from tests.support import toy_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SECTIONS = {

@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from deployments.protocol import GenerateCall, Route
 from deployments.routing.load_tracker import load_tracker_of
 from engine.requests import GenerateRequest
-from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
+from tests.support import toy_model
 
 pytestmark = pytest.mark.slow
 APP = "zombies"

@@ -21,11 +21,10 @@ from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.handle_transport import HandleTransport
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
-from engine.testing.toy_model import ToyModel
-from engine.tokenizer.tokenizer import ByteTokenizer
 from tests.deployments.clients import Client
 from tests.deployments.links import PATHS, Links
 from tests.deployments.replicas import assert_left_empty
+from tests.support.toy_model import ByteTokenizer, ToyModel
 
 
 class LocalCall:

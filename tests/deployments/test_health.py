@@ -18,8 +18,8 @@ from deployments.protocol import Failure, GenerateCall
 from deployments.replica.replica import ReplicaServer
 from deployments.routing.health_monitor import HealthMonitor
 from engine.requests import ErrorCode, GenerateRequest
-from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
+from tests.support import toy_model
 
 PERIOD_S = 0.5
 STALL_S = 0.6

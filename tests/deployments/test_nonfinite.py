@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.testing import toy_model
+from tests.support import toy_model
 
 KINDS = {"nan": toy_model.NAN, "inf": toy_model.INF, "all -inf": toy_model.EMPTY}
 ITEMS = [[60 + i, 70 + i] for i in range(17)]

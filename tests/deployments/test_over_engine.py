@@ -33,8 +33,8 @@ from engine.requests import (
     ScoreRequest,
     ScoreResult,
 )
-from engine.testing import toy_model
-from engine.tokenizer.tokenizer import ByteTokenizer
+from tests.support import toy_model
+from tests.support.toy_model import ByteTokenizer
 
 LOAD = Load(0, 1.0)
 SLOTS = 2048

@@ -12,8 +12,8 @@ from deployments.protocol import GenerateCall
 from deployments.replica.replica import ReplicaServer
 from engine.metrics import EngineStats
 from engine.requests import GenerateRequest, ScoreRequest
-from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
+from tests.support import toy_model
 
 SMALL, LARGE = 160, 8192
 ROWS = 16

@@ -19,8 +19,8 @@ from deployments.config.app_args import AppArgs
 from deployments.protocol import Failure, GenerateCall, GenerateReply, Route
 from deployments.replica.replica import ReplicaServer
 from engine.requests import GenerateRequest, ScoreRequest, ScoreResult
-from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
+from tests.support import toy_model
 
 PROMPT = list(range(40, 57))
 SOAK = 1000

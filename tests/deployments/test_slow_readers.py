@@ -13,8 +13,8 @@ from deployments.config.app_args import AppArgs
 from deployments.config.sections import StreamArgs
 from deployments.config.settings import ApiSettings
 from deployments.replica.replica import ReplicaServer
-from engine.testing import toy_model
 from engine.tokenizer.tokenizer import load_tokenizer
+from tests.support import toy_model
 
 SLOW = 50
 BOUND = 16_384

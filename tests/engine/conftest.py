@@ -24,9 +24,9 @@ from engine.requests import (
     ScoreRequest,
     ScoreResult,
 )
-from engine.testing.toy_model import ToyModel, _mix
 from gpu_sampler.output import RowFlag, SampleOutput
 from gpu_sampler.sampling_params import SamplingParams
+from tests.support.toy_model import ToyModel, _mix
 
 VOCAB = 264
 

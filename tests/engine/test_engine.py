@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.requests import EngineError, ErrorCode, GenerateRequest
-from engine.testing import toy_model
+from tests.support import toy_model
 
 PROMPT = list(range(40, 57))
 MakeRig = Callable[..., Any]

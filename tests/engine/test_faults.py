@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine.requests import EngineError, ErrorCode, GenerateRequest, ScoreRequest
-from engine.testing import toy_model
 from gpu_sampler.sampling_params import ParamError
 from gpu_sampler.state.host_state import OverlayFull
+from tests.support import toy_model
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreRequest]

@@ -24,7 +24,7 @@ from engine.requests import (
     ScoreRequest,
 )
 from engine.scheduler import request_state
-from engine.testing import toy_model
+from tests.support import toy_model
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreRequest]

@@ -11,7 +11,7 @@ import torch
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.model.heads.info import HeadInfo, HeadKind
 from engine.requests import EngineError, ErrorCode, PoolingRequest, PoolingResult, RowStatus
-from engine.testing import toy_model
+from tests.support import toy_model
 
 MakeRig = Callable[..., Any]
 MakeJob = Callable[..., PoolingRequest]

@@ -12,7 +12,7 @@ from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.model_runner import scored_rows
 from engine.requests import EngineError, ErrorCode, GenerateRequest, RowStatus, ScoreRequest, ScoreResult
 from engine.scheduler.score_batcher import MAX_PASSED
-from engine.testing import toy_model
+from tests.support import toy_model
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreRequest]

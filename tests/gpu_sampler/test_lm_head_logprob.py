@@ -1,5 +1,7 @@
 """Target log-probability and rank from hidden rows and a head, against materialised logits; ids are checked first."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,23 @@ from gpu_sampler.reference.filters import first
 from gpu_sampler.reference.lm_head_logprob import Rounding, head_logits, head_logprob, rounded
 
 N, D = 17, 9
+
+
+def _logit(h: list[float], w: list[float], b: float, scale: float, softcap: float) -> float:
+    z = scale * (math.fsum(x * y for x, y in zip(h, w, strict=True)) + b)
+    return softcap * math.tanh(z / softcap) if softcap else z
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, 0.0), (0.25, 0.0), (1.0, 5.0), (3.0, 30.0)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_head_logits_are_soft_capped_scaled_and_biased_dot_products(scale: float, softcap: float, biased: bool) -> None:
+    rng = np.random.default_rng(0)
+    hidden, head = rng.normal(0, 1, (3, 17)).astype(np.float32), rng.normal(0, 1, (111, 17)).astype(np.float32)
+    bias = rng.normal(0, 1, 111).astype(np.float32)
+    found = head_logits(hidden, head, bias if biased else None, scale, softcap)
+    for i, j in np.ndindex(found.shape):
+        exact = _logit(hidden[i].tolist(), head[j].tolist(), float(bias[j]) if biased else 0.0, scale, softcap)
+        assert found[i, j] == pytest.approx(exact, rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 3, 111, 300])

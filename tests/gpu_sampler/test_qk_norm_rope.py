@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine.kernels.reference import qk_norm_rope
+from tests.support.layer_kernels import qk_norm_rope
 
 T, H, D = 3, 2, 6
 EPS = 0.25  # large enough to be seen

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.kernels.reference import skinny_decode_attention
+from tests.support.layer_kernels import skinny_decode_attention
 
 R, H, G, D, SLOTS = 3, 4, 2, 5, 20
 LENGTHS = (1, 7, 12)

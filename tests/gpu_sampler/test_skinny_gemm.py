@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine.kernels.reference import skinny_gemm
+from tests.support.layer_kernels import skinny_gemm
 
 M, N, K = 3, 5, 17
 

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from gpu_sampler.reference.temperature import LARGEST, apply_temperature, tempered
-from tests.support.temper import TemperCase, temper_case
+from tests.support.temper import LARGEST, TemperCase, apply_temperature, temper_case, tempered
 
 SIZES = (1, 3, 17, 111, 700)
 

@@ -14,11 +14,11 @@ from deployments.observability.replica_metrics import ReplicaMetrics
 from deployments.protocol import ModelCard
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.testing.toy_model import ToyModel
 from k8s.alerts import build as alerts
 from k8s.alerts.objectives import records
 from k8s.grafana import build
 from k8s.grafana.panels import COLUMNS, VARIABLES, dashboard_json
+from tests.support.toy_model import ToyModel
 
 SUFFIXES = {
     "histogram": ("_bucket", "_sum", "_count"),

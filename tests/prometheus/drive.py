@@ -11,7 +11,7 @@ import httpx
 import psutil
 
 from deployments.auth.api_keys import digest_of
-from engine.testing import toy_model
+from tests.support import toy_model
 
 Json = dict[str, Any]
 KEY, SCRAPER, PLAIN = ("assay-key-of-a-test-" + name * 24 for name in "abc")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.tokenizer.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from scoring.chat_template import ChatTemplate
 from scoring.decision_prompts import BUILTIN, PLAIN, Entry, Kind, Layout, Option, Question, chat_layout
 from scoring.decisions import (
@@ -21,6 +21,7 @@ from scoring.decisions import (
 from scoring.errors import ScoreCode, ScoringError, ScoringLimits
 from scoring.option_codes import prefix_free
 from scoring.row_builder import PromptLimits
+from tests.support.toy_model import ByteTokenizer
 
 ROOM = PromptLimits(
     vocab_size=9,

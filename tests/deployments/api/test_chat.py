@@ -12,7 +12,7 @@ from deployments.api.app import build_api
 from deployments.api.schemas.chat import ChatEvent, ChatResponse
 from deployments.config.settings import ApiSettings, ChatSettings
 from deployments.limits import Limits, WireLimits
-from engine.tokenizer.tokenizer import ByteTokenizer
+from tests.support.toy_model import ByteTokenizer
 
 BOS, EOS = 256, 257
 TEMPLATE = (

@@ -11,7 +11,7 @@ import torch
 
 from deployments.api.schemas.generative_scoring import ScoringResponse
 from engine.batch.input_batch import ScheduledSequence, StepKind
-from engine.testing import toy_model
+from tests.support import toy_model
 
 BODY: dict[str, Any] = {"query": "is it", "items": [" a cat", " a dog", ""], "continuations": [" yes", " no", "!"]}
 TOLERANCE = 1e-4  # nats

@@ -28,8 +28,8 @@ from deployments.config.settings import ApiSettings, SamplingDefaults
 from deployments.errors import ApiError
 from deployments.replica.replica import ReplicaServer
 from engine.model.heads.info import HeadInfo, HeadKind
-from engine.testing import toy_model
 from engine.tokenizer.tokenizer import load_tokenizer
+from tests.support import toy_model
 
 pytestmark = pytest.mark.timeout(900)  # ten times the examples take a minute and a half a test
 PLAIN_VOCABULARY = 258  # without the toy's magic tokens: one of them ends the process

@@ -12,7 +12,7 @@ from deployments.api.app import build_api
 from deployments.config.settings import ApiSettings
 from deployments.limits import Limits, WireLimits
 from deployments.observability.ingress_metrics import IngressMetrics, Phase
-from engine.tokenizer.tokenizer import ByteTokenizer
+from tests.support.toy_model import ByteTokenizer
 
 JSON = (b"content-type", b"application/json")
 LIMIT = 1000

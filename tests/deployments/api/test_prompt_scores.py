@@ -17,7 +17,7 @@ import torch
 from deployments.api.schemas.chat import ChatResponse
 from deployments.api.schemas.generation import CompletionResponse
 from engine.batch.input_batch import ScheduledSequence, StepKind
-from engine.testing import toy_model
+from tests.support import toy_model
 
 PROMPT = [256, 104, 195, 169, 32, 7, 104, 200]
 ROOM = 200
@@ -281,7 +281,7 @@ async def test_prompt_logprobs_name_the_token_and_the_first_of_the_order(toy_cli
 
 
 def toy_client_names(ids: list[int]) -> list[str]:
-    from engine.tokenizer.tokenizer import ByteTokenizer
+    from tests.support.toy_model import ByteTokenizer
 
     return ByteTokenizer().token_texts(ids)
 

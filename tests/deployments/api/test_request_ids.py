@@ -11,8 +11,8 @@ from deployments.config.app_args import AppArgs
 from deployments.protocol import Failure, GenerateCall
 from deployments.replica.replica import ReplicaServer
 from engine.requests import EngineError, ErrorCode, GenerateRequest
-from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
+from tests.support import toy_model
 
 IDS = ["", "a", "a", "ab", "abc", "a/0", "a/1", "canary", "a" * 256, "\0"]
 LEAVES = 2  # its id is another's, and the beginning of many

@@ -23,7 +23,7 @@ from deployments.api.schemas.info import (
 from deployments.config.settings import ApiSettings, ChatSettings, SamplingDefaults
 from deployments.errors import ERROR_KINDS, ApiError
 from deployments.limits import Limits
-from engine.tokenizer.tokenizer import ByteTokenizer
+from tests.support.toy_model import ByteTokenizer
 
 CODES = {"max_choices": 52, "max_levels": 52}  # as many as the byte tokenizer has
 

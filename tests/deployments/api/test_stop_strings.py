@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.api.generation.stop_strings import BranchText, StopMatcher
-from engine.tokenizer.tokenizer import ByteTokenizer
+from tests.support.toy_model import ByteTokenizer
 
 texts = st.text("ab", max_size=14)
 stops = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)

@@ -12,7 +12,7 @@ from deployments.api.schemas.generation import CompletionResponse
 from deployments.config.sections import StreamArgs
 from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError
-from engine.tokenizer.tokenizer import ByteTokenizer
+from tests.support.toy_model import ByteTokenizer
 
 Wires = Callable[..., Any]
 

@@ -15,7 +15,7 @@ from deployments.auth.api_keys import ApiKey, KeyLimits, Scope, digest_of, domai
 from deployments.auth.authenticator import Authenticator, AuthSettings
 from deployments.config.settings import ApiSettings
 from deployments.observability.ingress_metrics import IngressMetrics
-from engine.tokenizer.tokenizer import ByteTokenizer
+from tests.support.toy_model import ByteTokenizer
 
 Headers = list[tuple[bytes, bytes]]
 JSON = (b"content-type", b"application/json")

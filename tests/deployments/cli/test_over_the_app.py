@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 from deployments.cli.main import main
-from engine.testing import toy_model
+from tests.support import toy_model
 
 LABELS = ["--label-token-ids", "65,66"]
 ASK = {"prefix": "{{ query }}|", "item": "{{ item }}", "suffix": "?", "labels": ["y", "n"]}

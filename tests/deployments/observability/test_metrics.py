@@ -20,8 +20,8 @@ from deployments.protocol import GenerateCall
 from deployments.replica.replica import ReplicaServer
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.requests import GenerateRequest, ScoreRequest, ScoreResult
-from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
+from tests.support import toy_model
 
 
 def values(families: Sequence[Metric]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from deployments.api.app import build_api
 from deployments.config.settings import ApiSettings
 from deployments.observability.ingress_metrics import IngressMetrics
-from engine.tokenizer.tokenizer import ByteTokenizer
+from tests.support.toy_model import ByteTokenizer
 
 STRANGERS = 5_000
 PATHS = ("/v1/completions", "/generative_scoring", "/v1/rerank", "/v1/models/", "/metrics", "/")

@@ -12,9 +12,9 @@ from deployments.config.app_args import AppArgs
 from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, PromptScores
 from deployments.replica.replica import ReplicaServer
 from engine.requests import ErrorCode, GenerateChunk, GenerateRequest, LikelihoodRequest, ScoreRequest, ScoreResult
-from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
 from tests.deployments.replicas import settled
+from tests.support import toy_model
 
 Server = Any
 PROMPT = np.arange(40, 57, dtype=np.int32)

@@ -21,8 +21,8 @@ from deployments.routing.load_tracker import LoadTracker, QueueEstimate
 from engine.config import Costs
 from engine.requests import ErrorCode, GenerateRequest, LikelihoodRequest, Load, ScoreRequest, ScoreResult
 from engine.tenant_queues import TenantQueues, TenantTokens
-from engine.testing import toy_model
 from gpu_sampler.sampling_params import SamplingParams
+from tests.support import toy_model
 
 COSTS = Costs()
 Fleet = Any

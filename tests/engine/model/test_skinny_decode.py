@@ -22,7 +22,7 @@ def asked(stand_in: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry a call of the kernel: its rows."""
     pytest.importorskip("triton")
     from engine.kernels import skinny_decode_attention as kernels
-    from engine.kernels.reference import skinny_decode_attention
+    from tests.support.layer_kernels import skinny_decode_attention
 
     calls: list[int] = []
 

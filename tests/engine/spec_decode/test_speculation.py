@@ -16,10 +16,10 @@ from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import SpeculationConfig
 from engine.requests import EngineError, ErrorCode, GenerateChunk, GenerateRequest, LikelihoodRequest, ScoreRequest
 from engine.spec_decode.draft_model import DraftModel
-from engine.testing.toy_model import EOS, NAN, ToyModel
 from gpu_sampler.output import VerifyOutput
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.spec_decode import Rule
+from tests.support.toy_model import EOS, NAN, ToyModel
 
 MakeJob = Callable[..., GenerateRequest]
 MakeScore = Callable[..., ScoreRequest]

@@ -12,7 +12,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from engine.tokenizer.control_tokens import ControlTokens, renamed
-from engine.tokenizer.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
+from engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from tests.support.toy_model import ByteTokenizer
 
 LETTERS = [chr(c) for c in range(33, 127)]
 CONTROLS = ["<s>", "</s>", "<think>", "</think>"]
@@ -84,7 +85,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
         backend.save(str(folder / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        found[name] = FastTokenizer(folder)
+        found[name] = Tokenizer(folder)
     return found
 
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 
-from engine.testing import toy_model
 from engine.tokenizer.detokenizer import MAX_HELD, IncrementalDecoder
-from engine.tokenizer.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
+from engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from tests.support import toy_model
+from tests.support.toy_model import ByteTokenizer
 
 BUILTIN = Path(__file__).parents[3] / "engine" / "builtin" / "target"
 UGLY = ["", " ", "a", " née 😀 x", "\x00", "אבג", "e\u0301", "\U0001f469\u200d\U0001f52c!", "a" * 5000, "line\n\n  two"]
@@ -55,7 +56,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     backend.save(str(folder / "tokenizer.json"))
     config = '{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}'
     (folder / "tokenizer_config.json").write_text(config)
-    return FastTokenizer(folder)
+    return Tokenizer(folder)
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], skip: bool = True, size: int = 1) -> str:
@@ -97,7 +98,7 @@ def test_special_tokens_and_markers_are_told_apart(builtin: Tokenizer, tmp_path:
     templates = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": templates}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    loaded = FastTokenizer(tmp_path)
+    loaded = Tokenizer(tmp_path)
     assert loaded.marker_texts == {"<think>"} and loaded.special_texts == builtin.special_texts
     assert loaded.info().chat_template == "d"
 

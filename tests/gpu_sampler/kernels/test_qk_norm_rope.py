@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels import reference
 from engine.kernels.qk_norm_rope import Rotation, fits, qk_norm_rope
+from tests.support import layer_kernels as reference
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 LOST = 2.0**-17  # in float32, where the two products of a rotation cancel; of numbers about 1

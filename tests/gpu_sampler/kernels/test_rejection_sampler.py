@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_sampler import triton_rejection_sampler
+from gpu_sampler import triton_sampler
 from gpu_sampler.kernels import verify_rows
 from gpu_sampler.kernels.rejection_sample import rejection_sample
 from gpu_sampler.sampler import LogprobsMode, Sampler
@@ -99,7 +99,7 @@ def drafts_not_seen(device_state: Any, rows: Any, slots_B: Any, draft_ids: Any, 
 def test_planted_fault_fails_the_same_check(
     device: str, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_rejection_sampler, name, fault)
+    monkeypatch.setattr(triton_sampler, name, fault)
     assert verify_agrees(device, RAW, STANDARD, requests=REQUESTS, steps=2, size=300, turns=2, seed=3)
 
 
@@ -235,7 +235,7 @@ def test_code_for_many_requests_gives_the_bits_of_that_for_few(
     step, slots = verify_step(REQUESTS, 4, 3001, seed=4), np.arange(1, REQUESTS + 1)
     found = []
     for few in (REQUESTS, 0):
-        monkeypatch.setattr(triton_rejection_sampler, "FEW_REQUESTS", few)
+        monkeypatch.setattr(triton_sampler, "FEW_REQUESTS", few)
         sampler = kernels(device)(REQUESTS + 1, 3001, RAW)
         admit_all(sampler, REQUESTS)
         there = Proposal(*(torch.tensor(part).to(device) for part in step.proposal))
@@ -280,8 +280,7 @@ def test_ids_outside_of_the_vocabulary_touch_no_row_beside(device: str, rule: Ru
     proposal = Proposal(*(None if part is None else torch.tensor(part).to(device) for part in hostile(size)))
     on_device: Any = sampler._triton
     on_device.reserve(REQUESTS * 4)
-    verifier = on_device._verifier()
-    for holder in (on_device.reserve(REQUESTS * 4), verifier.reserve(REQUESTS, 3), verifier):
+    for holder in (on_device.reserve(REQUESTS * 4), on_device._runs_of(REQUESTS, 3), on_device):
         guarded.guard(holder)
     for name in ("side_ids", "side_raw", "side_processed"):
         setattr(on_device.device_state, name, guarded.copy(getattr(on_device.device_state, name)))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels import reference
 from engine.kernels import skinny_decode_attention as kernels
 from engine.kernels.skinny_decode_attention import CHUNK, PARTS, SplitKVWorkspace, skinny_decode_attention
+from tests.support import layer_kernels as reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LENGTHS = (1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels import reference
 from engine.kernels.skinny_gemm import TILES, GemmTile, skinny_gemm, tile_of, tiles
+from tests.support import layer_kernels as reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-19, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of a number, and of the sums

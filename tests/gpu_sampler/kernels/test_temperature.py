@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from gpu_sampler.kernels.temperature import apply_temperature
-from gpu_sampler.reference import temperature as reference
 from gpu_sampler.state.layout import Word
+from tests.support import temper as reference
 from tests.support.temper import TemperArrays, temper_case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

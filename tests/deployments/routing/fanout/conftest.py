@@ -17,9 +17,9 @@ from deployments.routing.handle_transport import HandleTransport
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
 from engine.requests import LikelihoodRequest, Load, PoolingRequest
-from engine.testing import toy_model
 from tests.deployments.fleets import LocalCall, canaries_passed_by
 from tests.deployments.links import Links
+from tests.support import toy_model
 
 DIED = ActorDiedError()
 SMALL: dict[str, Any] = {  # parts and steps, so that a task has many of both

@@ -11,7 +11,7 @@ from deployments.protocol import LikelihoodReply
 from deployments.routing import dispatcher as dispatch_module
 from deployments.routing.sharding import gather
 from engine.requests import LikelihoodRequest
-from engine.testing import toy_model
+from tests.support import toy_model
 
 ITEMS = 120
 Make = Callable[..., Awaitable[Any]]

@@ -16,8 +16,8 @@ from deployments.replica.replica import ReplicaServer
 from deployments.routing.load_tracker import LoadTracker, QueueEstimate
 from deployments.routing.micro_batcher import MicroBatcher
 from engine.requests import ErrorCode, LikelihoodRequest, Load, ScoreRequest, ScoreResult
-from engine.testing import toy_model
 from tests.deployments.links import over_the_handle
+from tests.support import toy_model
 
 Make = Callable[..., Awaitable[Any]]
 pytestmark = over_the_handle  # a link carries together what is sent in one turn of the event loop

@@ -13,8 +13,8 @@ from deployments.errors import ApiError
 from deployments.routing import dispatcher as dispatch_module
 from deployments.routing.sharding import cut, gather
 from engine.requests import ScoreRequest, ScoreResult
-from engine.testing import toy_model
 from tests.deployments.links import over_the_handle
+from tests.support import toy_model
 
 ROWS = 500
 Make = Callable[..., Awaitable[Any]]

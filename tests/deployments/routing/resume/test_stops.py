@@ -10,7 +10,7 @@ import pytest
 from deployments.api.app import build_api
 from deployments.api.generation.stop_strings import BranchText, StopMatcher
 from deployments.config.settings import SamplingDefaults
-from engine.tokenizer.tokenizer import ByteTokenizer
+from tests.support.toy_model import ByteTokenizer
 
 FleetOf = Callable[..., Awaitable[Any]]
 BODY: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""ToyModel: the model of fault tests. Its logits are a pure, bitwise function of the tokens that a row attends to.
+"""The model of fault tests and its tokenizer: logits are a pure, bitwise function of the tokens a row attends to.
 
 It keeps the token id of each pool slot where a real model keeps keys and values, and reads every sequence *through* its
 slots: a wrong, reused or never written slot changes the answer or raises. Loadable only with ASSAY_TEST_FAULTS=1.
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,11 @@ from engine.config import EngineConfig, ModelConfig
 from engine.metrics import Stopwatch
 from engine.model.heads.info import HeadInfo
 from engine.model.lm_head import HeadSpec, LogprobQuery, RowLogprobs, logprobs_of_blocks
+from engine.model.loader import LoadedModels, UnsupportedDraft
 from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s
+from engine.tokenizer.control_tokens import ControlTokens
+from engine.tokenizer.tokenizer import Encoded, Tokenizer, TokenizerInfo, bytes_text
 from engine.utils.cuda import DeviceLost
 
 UInt64s = npt.NDArray[np.uint64]
@@ -41,6 +45,7 @@ VOCAB_SIZE = 264
 UNWRITTEN = -1
 KILL_STATUS = 70
 OTHER = np.uint64(0xD1B54A32D192ED03)
+BLUR = 0.3  # a toy draft foresees the toy most of the time
 
 
 class ToyFault(RuntimeError):
@@ -216,11 +221,95 @@ class ToyModel:
         return _mix(np.concatenate(hashes)), np.concatenate(faults)
 
 
+class ByteTokenizer(Tokenizer):
+    """Tokenizes for the toy model: ids 0 to 255 are bytes, 256 begins a text and 257 ends one."""
+
+    BOS, EOS = BOS, EOS
+    bos_token_id: int | None = BOS
+    eos_token_id: int | None = EOS
+    _SPECIAL: ClassVar[dict[int, str]] = {BOS: "<bos>", EOS: "<eos>"}
+    special_texts: frozenset[str] = frozenset(_SPECIAL.values())
+    marker_texts: frozenset[str] = frozenset()
+    _special = frozenset(_SPECIAL)
+
+    def __init__(self) -> None:
+        self._controls = ControlTokens({text: token for token, text in self._SPECIAL.items()})
+        self._names = {token: self._controls.names[text] for token, text in self._SPECIAL.items()}
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
+        head = [self.BOS] if add_special_tokens else []
+        names = self._names if plain else self._SPECIAL
+        return [head + self._encode(text, names) for text in texts]
+
+    @staticmethod
+    def _encode(text: str, names: dict[int, str]) -> list[int]:
+        ids: list[int] = []
+        while text:
+            found = [(at, token) for token, name in names.items() if (at := text.find(name)) >= 0]
+            at, control = min(found, default=(len(text), None))
+            ids.extend(text[:at].encode("utf-8"))
+            if control is None:
+                break
+            ids.append(control)
+            text = text[at + len(names[control]) :]
+        return ids
+
+    def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
+        names = self._names if plain else self._SPECIAL
+        ids = self._encode(text, names)
+        spans: list[tuple[int, int]] = []
+        at = index = 0
+        while index < len(ids):
+            if ids[index] >= self.BOS:
+                width, count = len(names[ids[index]]), 1
+            else:
+                width, count = 1, len(text[at].encode("utf-8"))
+            spans += [(at, at + width)] * count
+            at, index = at + width, index + count
+        return Encoded(ids, spans)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        out = bytearray()
+        for token in ids:
+            if 0 <= token < self.BOS:
+                out.append(token)
+            elif not skip_special_tokens:
+                out += self._SPECIAL.get(token, "").encode("ascii")
+        return out.decode("utf-8", "replace")
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        return [
+            self.decode([token], skip_special_tokens=False)
+            if not 128 <= token < self.BOS
+            else bytes_text(bytes([token]))
+            for token in ids
+        ]
+
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        return [bytes([token]) if 0 <= token < self.BOS else self._SPECIAL.get(token, "").encode() for token in ids]
+
+    def info(self) -> TokenizerInfo:
+        return TokenizerInfo(
+            tokenizer_class="ByteTokenizer", bos_token="<bos>", eos_token="<eos>", pad_token=None, chat_template=None
+        )
+
+
 def load(model: ModelConfig, engine: EngineConfig) -> ToyModel:
     """Loads the toy for `ModelConfig(path="toy")`. ASSAY_TEST_DELAY_STEP: seconds that each step takes."""
     delay_s = float(os.environ.get("ASSAY_TEST_DELAY_STEP", "0"))
     slots, longest = engine.kv_slots or 65_536, model.max_model_len or 1_024
     return ToyModel(num_slots=slots, max_model_len=longest, step_seconds=delay_s)
+
+
+def load_models(model: ModelConfig, engine: EngineConfig) -> LoadedModels:
+    """Loads the toy, and a toy that drafts for it; UnsupportedDraft for another draft."""
+    target = load(model, engine)
+    if engine.speculation.draft != "toy":
+        raise UnsupportedDraft(f"`speculation.draft` must be toy for the toy model. Given: {engine.speculation.draft}.")
+    draft = ToyModel(
+        num_slots=target.num_slots, max_model_len=target.max_model_len, vocab_size=target.vocab_size, blur=BLUR
+    )
+    return LoadedModels(target, draft)
 
 
 def _mix(words: UInt64s) -> UInt64s:

@@ -1,4 +1,4 @@
-"""References of the decoder-layer kernels, in float64 on the host.
+"""References of the decoder-layer kernels of `engine.kernels`, in float64 on the host.
 
 Shape legend: M rows, N columns of the output, K width of a row; T tokens, R rows of single tokens, H query heads, G
 key/value heads, D head dim, A attended tokens.

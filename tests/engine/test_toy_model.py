@@ -11,8 +11,8 @@ import torch
 
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.requests import Int32s
-from engine.testing import toy_model
-from engine.testing.toy_model import ToyFault, ToyModel
+from tests.support import toy_model
+from tests.support.toy_model import ToyFault, ToyModel
 
 TABLE = torch.zeros((4, 64), dtype=torch.int32)
 NONE = np.empty(0, np.int32)
@@ -97,7 +97,7 @@ def test_hang_waits_for_its_release() -> None:
 PROGRAM = """
 import numpy as np, torch
 from engine.batch.input_batch import ScheduledSequence, StepKind
-from engine.testing.toy_model import KILL, ToyModel
+from tests.support.toy_model import KILL, ToyModel
 a = lambda *v: np.array(v, np.int32)
 sequence = ScheduledSequence(0, a(), a(1), a(KILL), a(0))
 ToyModel().forward(StepKind.PREFILL, [sequence], torch.zeros((1, 4), dtype=torch.int32))

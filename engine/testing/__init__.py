@@ -1,1 +1,0 @@
-"""A toy model whose answers are known, for tests."""
