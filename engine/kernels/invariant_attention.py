@@ -243,7 +243,7 @@ def invariant_attention(
         out_THD: Where the result goes; None: new memory.
 
     Returns:
-        [T, H, D] in q's type, and the log-sum-exps f32 [T, H] in base 2; see `engine.kernels.reference`.
+        [T, H, D] in q's type, and the log-sum-exps f32 [T, H] in base 2; see `tests.support.layer_kernels`.
 
     Raises:
         ValueError: Shapes or types do not belong together.

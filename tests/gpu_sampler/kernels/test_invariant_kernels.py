@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from engine.kernels import invariant_attention as attention_kernel
-from engine.kernels import reference
 from engine.kernels.invariant_attention import BLOCK, Heads, Tiles, invariant_attention, part_of, tokens_of_tile
 from engine.kernels.invariant_gemm import SLICE, invariant_gemm
 from engine.kernels.rms_norm import rms_norm
+from tests.support import layer_kernels as reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-17, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
