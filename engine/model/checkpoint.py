@@ -222,8 +222,8 @@ def longest_sequence(config: Any, max_model_len: int | None) -> int:
 
 
 def model_length(folder: Path, config: Any, model: ModelConfig) -> int:
-    """Returns how many tokens a sequence of this model may have: an embedding model was trained for those that its files
-    name, which may be fewer than it has positions for.
+    """Returns how many tokens a sequence of this model may have: an embedding model was trained for those that its
+    files name, which may be fewer than it has positions for.
 
     Raises:
         ValueError: `model.max_model_len` is more than the model was made for.

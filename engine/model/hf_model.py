@@ -275,7 +275,9 @@ class HFModel:
             read = self._hidden(kind, sequences, token_table)
         else:
             sizes = [len(one.write) for one in sequences]
-            every = [one._replace(rows=np.arange(size, dtype=np.int32)) for one, size in zip(sequences, sizes, strict=True)]
+            every = [
+                one._replace(rows=np.arange(size, dtype=np.int32)) for one, size in zip(sequences, sizes, strict=True)
+            ]
             ends = torch.tensor([0, *sizes]).cumsum(0).to(self.device, non_blocking=True)
             read = pool_rows(self._hidden(kind, every, token_table), ends, pooling)
         numbers: torch.Tensor = self._pooler(read)

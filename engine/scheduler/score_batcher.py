@@ -230,9 +230,7 @@ class ScoreBatcher:
             number, places = state.answers(index, done, len(ids))
             first, answers = number if first is None else first, answers + len(places)
             self._scheduled.append(
-                ScheduledSequence(
-                    0, before, taken[used : used + n], ids[done:], places, state.first_segment(index)
-                )
+                ScheduledSequence(0, before, taken[used : used + n], ids[done:], places, state.first_segment(index))
             )
             state.cached[index] = min(state.prefix_cached if index == 0 else context, context)
             used += n

@@ -14,7 +14,6 @@ from engine.model.encoder.families import HEAD_MODULES, family_of
 from engine.model.packing_check import REFERENCE
 
 
-
 def read_encoder(folder: Path, config: Any, model: ModelConfig, device: torch.device) -> Any:
     """Reads a base model, or a `*ForSequenceClassification` or `*ForTokenClassification` where the architecture is one.
 

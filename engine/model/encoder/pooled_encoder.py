@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.metrics import Stopwatch
 from engine.model.encoder.encoder_model import EncoderModel
 from engine.model.encoder.packed_rows import EncoderRow
+from engine.model.heads.info import HeadInfo
 from engine.model.heads.pooling_head import PoolingModel
 from engine.model.heads.row_pooling import pool_rows
 from engine.model.lm_head import HeadSpec, LogprobQuery, RowLogprobs
@@ -48,7 +49,7 @@ class PooledEncoder:
         """
         self._encoder = EncoderModel(model.body, max_model_len=max_model_len, seed=engine.seed, progress=progress)
         self._pooler = model.head
-        self.pooling_head = model.head.info
+        self.pooling_head: HeadInfo | None = model.head.info
         self.vocab_size = self._encoder.vocab_size
         self.max_model_len = self._encoder.max_model_len
         self.num_slots = 2 * max(engine.token_budget, self.max_model_len) + 1  # two steps in flight, and padding

@@ -125,7 +125,9 @@ def dense_layers(files: EmbeddingFiles, name: str, width: int) -> list[nn.Module
                 f"{', '.join(ACTIVATIONS)}. Given: {json.dumps(config)[:200]}",
             )
         bias = bool(config.get("bias", True))
-        shapes = {"linear.weight": (outside, inside)} | ({"linear.bias": (outside,)} if bias else {})
+        shapes: dict[str, tuple[int, ...]] = {"linear.weight": (outside, inside)} | (
+            {"linear.bias": (outside,)} if bias else {}
+        )
         layer = nn.Linear(inside, outside, bias=bias)
         layer.load_state_dict({key.removeprefix("linear."): one for key, one in _tensors(folder, shapes, name).items()})
         layers += [layer, activation()]
@@ -152,7 +154,9 @@ def _mode(folder: Path, name: str) -> Pooling:
     given = config.get("pooling_mode", old or "mean")
     modes = [given] if isinstance(given, str) else list(given)
     if len(modes) != 1 or modes[0] not in MODES:
-        raise UnsupportedModel(name, f"its pooling must be one of {', '.join(MODES)}. Given: {', '.join(map(str, modes))}")
+        raise UnsupportedModel(
+            name, f"its pooling must be one of {', '.join(MODES)}. Given: {', '.join(map(str, modes))}"
+        )
     if config.get("include_prompt") is False:
         raise UnsupportedModel(name, "its pooling leaves the prompt out (include_prompt), which this build does not")
     return MODES[modes[0]]
@@ -166,7 +170,9 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
             for one in json.loads((folder / MODULES).read_bytes())
         ]
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise UnsupportedModel(str(folder.name), f"{folder / MODULES} must be a list of objects with a `type`") from None
+        raise UnsupportedModel(
+            str(folder.name), f"{folder / MODULES} must be a list of objects with a `type`"
+        ) from None
     for _, path in found:
         if Path(path).is_absolute() or ".." in Path(path).parts:
             raise UnsupportedModel(str(folder.name), f"`path` in {MODULES} must be inside the folder. Given: {path!r}")

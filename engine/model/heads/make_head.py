@@ -50,9 +50,7 @@ def make_head(
 
 def _encoder_head(module: Any, config: Any, kind: HeadKind) -> PoolingHead:
     family, width = family_of(config), int(config.num_labels)
-    info = HeadInfo(
-        kind, width, label_names(config, width), problem_type(config), encoder=True, whole_rows=True
-    )
+    info = HeadInfo(kind, width, label_names(config, width), problem_type(config), encoder=True, whole_rows=True)
     if kind is HeadKind.TOKEN:
         return PoolingHead(info, family.token_head(module), None)
     return PoolingHead(info, family.head(module), head_pooling(config))

@@ -38,9 +38,7 @@ def stored_head(
     return (layer if headers is None else _stored_linear(name, layer, headers)), layer.out_features
 
 
-def _two_layers(
-    config: Any, names: Sequence[str], headers: Mapping[str, TensorHeader] | None
-) -> tuple[nn.Module, int]:
+def _two_layers(config: Any, names: Sequence[str], headers: Mapping[str, TensorHeader] | None) -> tuple[nn.Module, int]:
     """Returns Linear, ReLU, Linear (Zhang et al., The Lessons of Developing Process Reward Models, 2025)."""
     hidden = int(config.hidden_size)
     width = int(config.num_labels) if headers is None else headers[names[2]].shape[0]
