@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.config import ModelConfig
-from engine.model.architectures import architectures_of, choose_head, find_kind
+from engine.model.architectures import architectures_of, choose_head, find_kind, is_encoder
 from engine.model.checkpoint_audit import (
     BadCheckpoint,
     CheckpointAudit,
@@ -25,6 +25,9 @@ from engine.model.checkpoint_audit import (
     read_json,
 )
 from engine.model.compatibility import UnsupportedModel, check_config
+from engine.model.encoder.families import longest_row
+from engine.model.heads.embedding_files import dense_layers, has_pooling, read_embedding
+from engine.model.heads.info import HeadKind
 from engine.model.packing_check import REFERENCE
 
 log = logging.getLogger(__name__)
@@ -107,7 +110,7 @@ def read_config(folder: Path, max_model_len: int | None, head: str = "auto") -> 
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise BadCheckpoint(f"{file} must be a configuration of `{kind}`: {_one_line(error)}.") from error
     check_config(config, max_model_len)
-    choose_head(config, head)
+    choose_head(config, "pooled" if head == "auto" and has_pooling(folder) else head)
     audit_folder(folder, config)
     if not architectures_of(config):
         log.warning("%s names no `architectures`: it is served as a language model.", file)
@@ -124,8 +127,11 @@ def audit_files(folder: Path, config: Any, model: ModelConfig) -> CheckpointAudi
     Raises:
         ModelNotFound: The folder has no weights.
         BadCheckpoint: The weights are not those of the model that config.json describes.
-        UnsupportedModel: The weights are pickled.
+        UnsupportedModel: The weights are pickled, or nothing says how an embedding model pools.
     """
+    if find_kind(config).head is HeadKind.POOLED:
+        files = read_embedding(folder, ", ".join(architectures_of(config)), model.pooling)
+        dense_layers(files, ", ".join(architectures_of(config)), int(config.get_text_config(decoder=True).hidden_size))
     if model.random_weights:
         return None
     require_safetensors(folder, config.model_type)
@@ -204,6 +210,8 @@ def longest_sequence(config: Any, max_model_len: int | None) -> int:
     Raises:
         ValueError: `max_model_len` is more than that, or both are missing.
     """
+    if is_encoder(config):
+        return longest_row(config, max_model_len)
     text = config.get_text_config(decoder=True)
     own: int | None = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     length = own if max_model_len is None else max_model_len
@@ -212,6 +220,20 @@ def longest_sequence(config: Any, max_model_len: int | None) -> int:
     if not 1 <= length <= (own or length):
         raise ValueError(f"`model.max_model_len` must be in [1, {own}]. Given: {max_model_len}.")
     return length
+
+
+def model_length(folder: Path, config: Any, model: ModelConfig) -> int:
+    """Returns how many tokens a sequence of this model may have: an embedding model was trained for those that its
+    files name, which may be fewer than it has positions for.
+
+    Raises:
+        ValueError: `model.max_model_len` is more than the model was made for.
+    """
+    own = longest_sequence(config, model.max_model_len)
+    if model.max_model_len is None and find_kind(config).head is HeadKind.POOLED:
+        trained = read_embedding(folder, str(config.model_type), model.pooling).max_tokens
+        return min(own, trained) if trained else own
+    return own
 
 
 def faults_allowed() -> bool:

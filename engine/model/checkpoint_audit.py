@@ -26,8 +26,9 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
-from engine.model.architectures import NO_TENSOR, architectures_of, find_kind
+from engine.model.architectures import NO_TENSOR, ArchitectureKind, architectures_of, find_kind
 from engine.model.compatibility import UnsupportedModel
+from engine.model.heads.info import HeadKind
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
@@ -185,11 +186,11 @@ def audit_folder(folder: Path, config: Any) -> None:
             "remove its files to serve the model without it",
         )
     others = [kind for kind in _sentence_modules(folder) if kind not in MODULES_OF_SCORES]
-    if others:
+    if others and find_kind(config).head is not HeadKind.POOLED:
         raise UnsupportedModel(
             name,
-            f"its modules.json makes it an embedding model ({', '.join(others)}), whose language-model head has no "
-            "meaning; this build has no pooled head",
+            f"its modules.json makes it an embedding model ({', '.join(others)}), whose other heads have no meaning; "
+            "set `model.head` to auto or pooled, or remove the file",
         )
 
 
@@ -258,9 +259,12 @@ def compare(headers: Mapping[str, TensorHeader], config: Any) -> CheckpointAudit
     with _quiet():
         info, _ = convert_and_load_state_dict_in_model(model, tensors, plan)
     tied = tuple(model.all_tied_weights_keys.items())
+    optional = re.compile(kind.optional_tensors)
     missing = _truly_missing(info.missing_keys - info.conversion_errors.keys(), tied)
+    missing = [name for name in missing if not optional.search(name)]
+    missing += [name for name in kind.required if name not in headers]
     unexpected = _truly_unexpected(info.unexpected_keys, model, kind.head_tensors)
-    faults = [*_faults(missing, unexpected, info), *clashes]
+    faults = [*_faults(missing, unexpected, info), *_head_faults(kind, headers, config), *clashes]
     if faults:
         raise BadCheckpoint(
             f"`{_class_name(config)}` in {_folder(headers)}: {'; '.join(faults)}. The files are incomplete, or "
@@ -335,6 +339,16 @@ def _faults(missing: list[str], unexpected: list[str], info: Any) -> Iterator[st
         yield f"{name}{more} has shape {list(held)} in the files and {list(wanted)} by config.json"
     if info.conversion_errors:
         yield f"{_named(sorted(info.conversion_errors))} cannot be put together from the tensors of the files"
+
+
+def _head_faults(kind: ArchitectureKind, headers: Mapping[str, TensorHeader], config: Any) -> Iterator[str]:
+    """Finds tensors of a head of two layers that do not fit: the last one says how many numbers it gives."""
+    if not kind.required or not all(name in headers for name in kind.required):
+        return
+    hidden, width = int(config.hidden_size), headers[kind.required[-1]].shape[0]
+    for name, shape in zip(kind.required, ((hidden, hidden), (hidden,), (width, hidden), (width,)), strict=True):
+        if headers[name].shape != shape:
+            yield f"{name} has shape {list(headers[name].shape)} in the files and must have {list(shape)}"
 
 
 def _clashes(headers: Mapping[str, TensorHeader], model: Any) -> list[str]:

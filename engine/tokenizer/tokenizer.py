@@ -18,6 +18,21 @@ class Encoded(NamedTuple):
     spans: list[tuple[int, int]]
 
 
+class PairFrame(NamedTuple):
+    """Holds the control tokens around two texts that a model reads as one row: `before`, first text, `between`, second
+    text, `after`."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    first_of_between: int  # tokens of `between` that belong to the first segment
+
+    @property
+    def size(self) -> int:
+        """Returns the number of control tokens."""
+        return len(self.before) + len(self.between) + len(self.after)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerInfo:
     """Says what a tokenizer is, for the model card."""
@@ -39,6 +54,7 @@ class Tokenizer:
     eos_token_id: int | None
     special_texts: frozenset[str]  # control tokens that the vocabulary calls special
     marker_texts: frozenset[str]  # the other control tokens, such as `<think>`
+    pair_frame: PairFrame | None  # None: the tokenizer joins no two texts
     _controls: ControlTokens
     _special: frozenset[int]  # ids that `skip_special_tokens` leaves out
 
@@ -71,6 +87,7 @@ class Tokenizer:
         self._special = frozenset(int(token) for token in loaded.all_special_ids) | frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        self.pair_frame: PairFrame | None = _pair_frame(backend)
         self._bytes = _byte_alphabet(json.loads(data).get("decoder"))
         self._pieces: dict[int, tuple[str, bytes]] = {}
         self.bos_token_id = loaded.bos_token_id
@@ -157,6 +174,24 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:
     if str(path) == "builtin":
         path = Path(__file__).parents[1] / "builtin" / "target"
     return Tokenizer(Path(path), revision)
+
+
+def _pair_frame(backend: Any) -> PairFrame | None:
+    """Finds the control tokens that the tokenizer's post-processor writes around a pair of texts."""
+    found = backend.encode("a", "a", add_special_tokens=True)
+    sides: list[int | None] = found.sequence_ids
+    if 0 not in sides or 1 not in sides:
+        return None
+    first, second = sides.index(0), sides.index(1)
+    end, last = second, len(sides) - 1 - sides[::-1].index(1)
+    while sides[end - 1] is None:
+        end -= 1
+    between = found.ids[end:second]
+    if not between:  # nothing tells the texts apart
+        return None
+    own = sum(kind == found.type_ids[first] for kind in found.type_ids[end:second])
+    split = len(between) if found.type_ids[first] == found.type_ids[second] else own
+    return PairFrame(found.ids[:first], between, found.ids[last + 1 :], split)
 
 
 def _default_template(found: str | dict[str, str] | None) -> str | None:
