@@ -6,6 +6,7 @@ slots: a wrong, reused or never written slot changes the answer or raises. Loada
 Vocabulary (264 unless given): 0..255 bytes, BOS, EOS, then the magic tokens below, which the model never proposes.
 """
 
+import hashlib
 import os
 import threading
 import time
@@ -82,6 +83,7 @@ class ToyModel:
         self.dtype = torch.float32
         self.head: HeadSpec | None = None
         self.pooling_head: HeadInfo | None = None  # a test may give it one
+        self.weights_digest = hashlib.sha256(f"{vocab_size} {spread} {blur}".encode()).hexdigest()
         self.bos_token_id: int | None = BOS if vocab_size > BOS else None
         self.eos_token_ids: tuple[int, ...] = (EOS,) if vocab_size > EOS else ()
         self.padded_tokens = self.graph_replays = 0
