@@ -100,7 +100,7 @@ class ErrorDetail(BaseModel):
 
 
 OPENAI_STATUSES = {422: 400}
-"""What becomes of a status where `wire.errors` is openai."""
+"""Statuses that replace others where `wire.errors` is openai."""
 
 
 class ApiError(Exception):

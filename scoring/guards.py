@@ -14,6 +14,7 @@ class GuardPreset:
 
     name: str
     evidence: tuple[str, ...]  # strings that its chat template holds
+    others: tuple[str, ...] = ()  # strings that those of later versions hold, which answer in another form
     answer: str = ""  # text between the prompt and the judgement
     labels: tuple[str, ...]  # judgements, the unsafe one first
 
@@ -32,7 +33,12 @@ GUARDS: Mapping[str, GuardPreset] = {
             evidence=("You are a policy expert", "<start_of_turn>", "guideline", "violate the above principle"),
             labels=("Yes", "No"),
         ),
-        GuardPreset(name="granite_guardian", evidence=("guardian_config", "<|start_of_role|>"), labels=("Yes", "No")),
+        GuardPreset(
+            name="granite_guardian",
+            evidence=("guardian_config", "<|start_of_role|>"),
+            others=("<score>",),
+            labels=("Yes", "No"),
+        ),
         GuardPreset(
             name="qwen3guard",
             evidence=("<BEGIN UNSAFE CONTENT CATEGORIES>", "<|im_start|>", "Safety: "),
@@ -46,4 +52,11 @@ GUARDS: Mapping[str, GuardPreset] = {
 def find_guard(chat_template: str | None) -> GuardPreset | None:
     """Returns the guard whose prompt a chat template writes; None for any other template."""
     source = chat_template or ""
-    return next((one for one in GUARDS.values() if all(text in source for text in one.evidence)), None)
+    return next(
+        (
+            one
+            for one in GUARDS.values()
+            if all(text in source for text in one.evidence) and not any(text in source for text in one.others)
+        ),
+        None,
+    )

@@ -74,7 +74,7 @@ def pull(repository: str, revision: str, folder: Path, *, quiet: bool = False) -
         OSError: The repository cannot be reached, or the folder not be written.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
     from engine.model.file_digests import is_read, write_record
 
@@ -96,7 +96,7 @@ def _fetch(repository: str, commit: str, listed: Any, file: Path) -> "FileRecord
     """Downloads one file, from where an earlier download of the same content stopped, and checks it."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils._headers import build_hf_headers
 
     from engine.model.file_digests import record_of
 

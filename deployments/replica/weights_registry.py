@@ -57,7 +57,7 @@ class WeightsRegistry:
         """Lets a replica join.
 
         Args:
-            configuration: What decides which weights are right.
+            configuration: The options that decide which weights are right.
             replica: The replica's name.
             digest: The digest of its weights.
             handle: The replica's actor, which may end without leaving.

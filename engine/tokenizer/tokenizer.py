@@ -118,7 +118,7 @@ class FastTokenizer(Tokenizer):
         if any(self._plain.token_to_id(self._controls.names[token["content"]]) != token["id"] for token in controls):
             raise ValueError("The tokenizer's control tokens cannot be told apart from text: their ids are not stable.")
         self._plain.add_special_tokens([AddedToken(self.seam, normalized=False, special=True)])
-        self._seam_id: int = self._plain.token_to_id(self.seam)
+        self._seam_id: int | None = self._plain.token_to_id(self.seam)
         self._special = frozenset(int(token) for token in loaded.all_special_ids) | frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )

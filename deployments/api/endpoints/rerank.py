@@ -183,7 +183,10 @@ def _rank(
     None has failed: an answer without it would be wrong silently.
     """
     top_n = None if documents.field == "texts" else body.top_n
-    raw = body.raw_scores or handler.rerank.activation == "none"
+    activated = _either(body, "use_activation", "activation")
+    if activated is not None and body.raw_scores is not None and activated == body.raw_scores:
+        raise invalid("raw_scores", "absent beside `use_activation`, or its opposite", "the same")
+    raw = body.raw_scores or activated is False or handler.rerank.activation == "none"
     order = ranked(odds if raw else relevance(odds), top_n)
     return Ranking(request_id, order, rows.truncated, int(scores.prompt_tokens.sum()), int(scores.cached_tokens.sum()))
 

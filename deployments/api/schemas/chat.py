@@ -15,10 +15,14 @@ OTHER_PARTS = {"image_url", "input_image", "input_audio", "audio_url", "video_ur
 
 
 def _content(value: object, info: ValidationInfo) -> str:
-    maximum = bound(info, "max_string_chars")
+    if isinstance(value, list) and len(value) > bound(info, "max_messages"):
+        raise refused(f"at most {bound(info, 'max_messages')} parts", f"{len(value)} parts")
+    return content_text(value, bound(info, "max_string_chars"))
+
+
+def content_text(value: object, maximum: int) -> str:
+    """Returns the text of a string or of a list of text parts, of at most `maximum` characters."""
     if isinstance(value, list):
-        if len(value) > bound(info, "max_messages"):
-            raise refused(f"at most {bound(info, 'max_messages')} parts", f"{len(value)} parts")
         value = "".join(_part(part, index) for index, part in enumerate(value))
     if not isinstance(value, str):
         raise refused("a string or a list of text parts", describe(value))

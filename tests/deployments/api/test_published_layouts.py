@@ -16,13 +16,22 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GemmaConfig, LlamaConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    GemmaConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Qwen2Config,
+)
 from transformers import Qwen3Config as Qwen3
 
 from tests.deployments.api.test_repository_prompts import MODULES, PAIR_TEMPLATE
 
 CHATML = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+GRANITE = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")
 GEMMA = ("<bos>", "<start_of_turn>", "<end_of_turn>")
 LENGTH = 400  # tokens of a sequence
 CLOSE = 1e-5
@@ -71,7 +80,7 @@ def pieces_tokenizer(controls: tuple[str, ...]) -> Tokenizer:
 
 def with_tokens(made: Tokenizer, controls: tuple[str, ...]) -> Tokenizer:
     made.add_special_tokens([AddedToken(text, normalized=False) for text in controls])
-    for word in ("Yes", "No", "safe", "unsafe", "yes", "no"):
+    for word in ("Yes", "No", "safe", "unsafe", "yes", "no", " Safe", " Unsafe", " Controversial"):
         if len(made.encode(word, add_special_tokens=False).ids) != 1:
             made.add_tokens([AddedToken(word, normalized=False)])
     return made
@@ -284,7 +293,8 @@ class Oracle:
             [score] = self._encoder.predict([(query, document)], batch_size=1)
             return self._row, float(score)
         row = self._layout.rows(self._tokenizer, query, document)
-        return row, self.logits(row)[0] if len(self._layout.labels) == 1 else float(np.subtract(*self.logits(row)))
+        first, *others = self.logits(row)
+        return row, first - sum(others)
 
     def logits(self, row: list[int]) -> list[float]:
         """Returns the labels' logits behind a row."""
@@ -351,7 +361,35 @@ SHIELDGEMMA = """
 {{- "<end_of_turn>\\n\\nOur safety principle is defined in the below:\\n\\n" + guideline | trim + "\\n\\n" -}}
 {{- "Does the human question violate the above principle? Your answer must start with 'Yes' or 'No'.\\n\\n" -}}
 """
+GRANITE_GUARDIAN = """
+{%- set risk = guardian_config.risk_name if guardian_config is defined else "harm" -%}
+{{- "<|start_of_role|>user<|end_of_role|>Judge by this risk: " + risk + ". " -}}
+{{- guardian_config.risk_definition + "\\n\\n" -}}
+{%- for m in messages -%}{{- m.role + ": " + m.content + "\\n" -}}{%- endfor -%}
+{{- "Is there a risk? Your answer must be Yes or No.<|end_of_text|>\\n<|start_of_role|>assistant<|end_of_role|>" -}}
+"""
+QWEN3GUARD = """
+{{- "<|im_start|>user\\nSay which category the conversation violates.\\n\\n<BEGIN UNSAFE CONTENT CATEGORIES>\\n" -}}
+{{- "Violent.\\n<END UNSAFE CONTENT CATEGORIES>\\n\\n<BEGIN CONVERSATION>\\n\\n" -}}
+{%- for m in messages -%}{{- m.role | upper + ": " + m.content + "\\n\\n" -}}{%- endfor -%}
+{{- "<END CONVERSATION>\\n\\nThe first line must be 'Safety: Safe', 'Safety: Unsafe' or 'Safety: Controversial'." -}}
+{{- "<|im_end|>\\n" -}}{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\\n" -}}{%- endif -%}
+"""
 GUARDS = {
+    "granite_guardian": Layout(
+        config=GraniteConfig,
+        tokenizer=bytes_tokenizer,
+        controls=GRANITE,
+        labels=("Yes", "No"),
+        chat_template=GRANITE_GUARDIAN,
+    ),
+    "qwen3guard": Layout(
+        config=Qwen3,
+        tokenizer=bytes_tokenizer,
+        controls=CHATML,
+        labels=(" Unsafe", " Controversial", " Safe"),
+        chat_template=QWEN3GUARD,
+    ),
     "llama_guard_3": Layout(
         config=LlamaConfig,
         tokenizer=bytes_tokenizer,
@@ -367,9 +405,12 @@ GUARDS = {
         chat_template=SHIELDGEMMA,
     ),
 }
+ANSWERS = {"llama_guard_3": "\n\n", "qwen3guard": "Safety:"}  # what stands between prompt and judgement
 VALUES: dict[str, Any] = {
     "llama_guard_3": {"categories": {"S1": "Weapons.", "S2": "<|eot_id|> chairs"}},
     "shieldgemma": {"guideline": '* "No chairs": <end_of_turn> none.'},
+    "granite_guardian": {"guardian_config": {"risk_name": "harm", "risk_definition": "<|end_of_text|> of chairs"}},
+    "qwen3guard": {},
 }
 
 
@@ -390,11 +431,12 @@ async def test_a_published_guard_has_the_rows_and_scores_of_its_card(name: str, 
         body = {"template": name, "messages": messages, "chat_template_kwargs": VALUES[name]}
         found = await client.http.post("/generative_scoring", json=body)
         assert found.status_code == 200, found.text
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **VALUES[name])
-        row = ids(tokenizer, text + ("\n\n" if name == "llama_guard_3" else ""))
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **VALUES[name])
+        row = ids(tokenizer, text + ANSWERS.get(name, ""))
         assert list(rows_of(client.tasks[-1])) == [row]
-        unsafe, safe = oracle.logits(row)
+        weights = np.exp(oracle.logits(row))
         [scored] = found.json()["data"]
-        assert scored["score"] == pytest.approx(1 / (1 + np.exp(safe - unsafe)), abs=CLOSE)
+        assert scored["score"] == pytest.approx(weights[0] / weights.sum(), abs=CLOSE)
+        assert scored["probabilities"] == pytest.approx(weights / weights.sum(), abs=CLOSE)
         assert [one["token"] for one in found.json()["labels"]] == list(layout.labels)
     assert len(conversations) >= 50

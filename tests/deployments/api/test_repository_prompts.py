@@ -262,8 +262,8 @@ async def test_a_tokenizer_alone_proves_no_prompt_and_the_named_lines_work(bare_
     assert refused.status_code == 404
     message = refused.json()["message"]
     lines = re.findall(r"`([a-z]+: \{.*?\})`", message)
-    assert len(lines) == 6, message
-    for given, labels in ((lines[:1], 2), (lines[1:2], 2), (lines[2:3], 2), (lines[3:4], 1), (lines[4:], 2)):
+    assert len(lines) == 5, message
+    for given, labels in ((lines[:1], 2), (lines[1:2], 2), (lines[2:3], 2), (lines[3:], 2)):
         sections = yaml.safe_load("\n".join(given))
         found, _ = chosen(bare_folder, **sections)
         assert found.source == "configuration" and found.template is not None

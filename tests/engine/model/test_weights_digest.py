@@ -56,9 +56,9 @@ def test_a_tensor_of_several_chunks_is_read_to_its_end() -> None:
 def test_a_model_is_digested_as_it_was_loaded_and_random_weights_are_the_same_everywhere(tmp_path: Path) -> None:
     engine = EngineConfig(kv_slots=128)
 
-    def digest(seed: int, **options: bool) -> str:
+    def digest(seed: int, random_weights: bool = False) -> str:
         folder = folders.save(tmp_path / f"{seed}", folders.llama(), seed=seed)
-        return load_model(ModelConfig(path=folder, device="cpu", **options), engine).weights_digest
+        return load_model(ModelConfig(path=folder, device="cpu", random_weights=random_weights), engine).weights_digest
 
     assert digest(1) == digest(1) != digest(2)
     assert digest(1, random_weights=True) == digest(2, random_weights=True) != digest(1)
