@@ -362,9 +362,9 @@ SHIELDGEMMA = """
 {{- "Does the human question violate the above principle? Your answer must start with 'Yes' or 'No'.\\n\\n" -}}
 """
 GRANITE_GUARDIAN = """
-{%- set risk = guardian_config.risk_name if guardian_config is defined else "harm" -%}
-{{- "<|start_of_role|>user<|end_of_role|>Judge by this risk: " + risk + ". " -}}
-{{- guardian_config.risk_definition + "\\n\\n" -}}
+{%- set risk = guardian_config if guardian_config is defined else {"risk_name": "harm", "risk_definition": ""} -%}
+{{- "<|start_of_role|>user<|end_of_role|>Judge by this risk: " + risk.risk_name + ". " -}}
+{{- risk.risk_definition + "\\n\\n" -}}
 {%- for m in messages -%}{{- m.role + ": " + m.content + "\\n" -}}{%- endfor -%}
 {{- "Is there a risk? Your answer must be Yes or No.<|end_of_text|>\\n<|start_of_role|>assistant<|end_of_role|>" -}}
 """
