@@ -29,6 +29,7 @@ from deployments.observability.scrape import MetricsScraper
 from deployments.protocol import ReplicaTransport
 from deployments.quarantine import Quarantine
 from deployments.replica.replica import ReplicaServer, package_versions
+from deployments.replica.weights_registry import WeightsPeers
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.drain import DrainWatcher, names_of
 from deployments.routing.handle_transport import HandleTransport
@@ -37,6 +38,7 @@ from deployments.routing.link_transport import LinkTransport
 from deployments.routing.load_tracker import load_tracker_of
 from deployments.routing.quarantine_broadcast import QuarantineBroadcast
 from engine.model.checkpoint import find_folder
+from engine.model.file_digests import verify_files
 from engine.tokenizer.tokenizer import load_tokenizer
 
 INGRESS_ONGOING_FACTOR = 2  # times the connection limit, so that a request is refused and does not wait in Ray's queue
@@ -55,12 +57,15 @@ class Replica(ReplicaServer):
 
     async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc]  # Serve awaits constructors
         context = serve.get_replica_context()
-        super().__init__(args, context.replica_id.unique_id, context.deployment)
+        replica = context.replica_id.unique_id
+        peers = WeightsPeers(context.app_name, replica) if _has_peers(args) else None
+        super().__init__(args, replica, context.deployment, peers)
         await self.start()
 
     async def __del__(self) -> None:
         if hasattr(self, "engine"):
             await self.drain(self._args.drain.handoff_s)
+            await self.leave()
             self.stop()
 
 
@@ -109,11 +114,12 @@ class Ingress:
             task.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        model = self._args.model
+        model, folder = self._args.model, _model_folder(self._args)
+        if folder is not None:
+            verify_files(folder, weights=False)
         tokenizer = load_tokenizer(_tokenizer_path(self._args), model.revision)
-        settings = self._args.api_settings(
-            _sampling_defaults(self._args), package_versions(PACKAGES), _model_folder(self._args)
-        )
+        defaults = SamplingDefaults() if folder is None else SamplingDefaults.from_folder(folder)
+        settings = self._args.api_settings(defaults, package_versions(PACKAGES), folder)
         return build_api(self._backend, tokenizer, settings, self._metrics, self._access)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -186,6 +192,11 @@ def _replicas(args: AppArgs) -> dict[str, Any]:
     return {"autoscaling_config": config}
 
 
+def _has_peers(args: AppArgs) -> bool:
+    """Returns whether the application may have more than one replica at a time."""
+    return args.replica.count > 1 or args.autoscaling.max_replicas is not None
+
+
 def _listening_host() -> str | None:
     """Returns the address that Serve's proxies listen on; None if they do not. `build` does not see this option."""
     host: str | None = _get_global_client().http_config.host
@@ -200,8 +211,3 @@ def _tokenizer_path(args: AppArgs) -> str | Path:
 
 def _model_folder(args: AppArgs) -> Path | None:
     return None if args.model.path == "toy" else find_folder(args.model)
-
-
-def _sampling_defaults(args: AppArgs) -> SamplingDefaults:
-    folder = _model_folder(args)
-    return SamplingDefaults() if folder is None else SamplingDefaults.from_folder(folder)

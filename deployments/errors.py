@@ -99,6 +99,10 @@ class ErrorDetail(BaseModel):
     message: str
 
 
+OPENAI_STATUSES = {422: 400}
+"""Statuses that replace others where `wire.errors` is openai."""
+
+
 class ApiError(Exception):
     """Refuses or fails a request with an HTTP status. The message names the field, the value and the allowed range."""
 

@@ -222,6 +222,7 @@ class ModelCard(NamedTuple):
     logprobs_mode: str
     versions: dict[str, str]
     head: HeadInfo | None = None  # None: a language model
+    weights_digest: str = ""  # of all weights, the draft model's too
 
 
 class Backend(Protocol):

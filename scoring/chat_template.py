@@ -13,9 +13,9 @@ import re
 import secrets
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 
 from scoring.errors import ScoreCode, ScoringError, refusal
 from scoring.sandbox import TemplateRaised, environment
@@ -95,6 +95,8 @@ class ChatTemplate:
         self._composed: re.Pattern[str] = _any_of(())
         self._markers = sorted(filter(None, markers), key=len, reverse=True)
         self._loose = _any_of(self._markers)  # strings that stand for tokens without a mark
+        self.variables: frozenset[str] = frozenset()
+        """Names that the template mentions and that a request may set."""
         self._template = self._compile(source)
         self._knows_developer = True
         self._left_out: set[str] = set()  # roles whose messages the template passes over in silence
@@ -106,7 +108,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
-        flags: Mapping[str, bool] | None = None,
+        values: Mapping[str, Any] | None = None,
     ) -> str:
         """Renders the text that a reader sees. Arguments and errors are those of `parts`.
 
@@ -116,7 +118,7 @@ class ChatTemplate:
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            flags=flags,
+            values=values,
         )
         return "".join(part.text for part in found)
 
@@ -126,7 +128,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
-        flags: Mapping[str, bool] | None = None,
+        values: Mapping[str, Any] | None = None,
     ) -> list[RenderedPart]:
         """Renders control tokens and the text between them, which is tokenised as plain characters.
 
@@ -134,7 +136,7 @@ class ChatTemplate:
             messages: At least one message; `role` and `content` of each are strings.
             add_generation_prompt: Open the assistant's turn at the end.
             continue_final_message: End where the last message's text ends, so that the answer continues it.
-            flags: More variables of the template.
+            values: More variables of the template, of any JSON type.
 
         Raises:
             ScoringError: The template refuses the messages, or renders too much or too slowly. It names `messages`.
@@ -144,7 +146,7 @@ class ChatTemplate:
         data = [self._data(message) for message in messages]
         if continue_final_message:
             data[-1]["content"] = f"{data[-1]['content']}{self._end}"
-        text = self._run(data, add_generation_prompt, flags or {})
+        text = self._run(data, add_generation_prompt, self._broken(dict(values or {}), self._loose))
         if continue_final_message:
             text, end, _ = text.rpartition(self._end)
             if not end:
@@ -161,6 +163,8 @@ class ChatTemplate:
         jinja = environment()
         try:
             tree = jinja.parse(source)
+            own = {"messages", "add_generation_prompt", "tools", "documents", *self._names, *jinja.globals}
+            self.variables = frozenset(meta.find_undeclared_variables(tree)) - own
             literals = [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
             self._literals = frozenset(literals)
             for node in tree.find_all((nodes.TemplateData, nodes.Const)):
@@ -211,21 +215,29 @@ class ChatTemplate:
     def _data(self, message: Message) -> dict[str, object]:
         """Returns a message for the template. `developer` becomes `system` where the template does not know it."""
 
-        def broken(found: re.Match[str]) -> str:
-            return found[0][:1] + self._break + found[0][1:]
-
         taken = self._composed if message.get("role") == "assistant" else self._loose
-        data = {name: taken.sub(broken, value) if isinstance(value, str) else value for name, value in message.items()}
+        data: dict[str, object] = self._broken(dict(message), taken)
         if data.get("role") == "developer" and not self._knows_developer:
             data["role"] = "system"
         if data.get("role") in self._left_out:
             raise refusal("messages", f"be without the role {data['role']}, which the chat template leaves out.")
         return data
 
-    def _run(self, messages: list[dict[str, object]], add_generation_prompt: bool, flags: Mapping[str, bool]) -> str:
+    def _broken(self, value: Any, taken: re.Pattern[str]) -> Any:
+        """Returns data of any JSON type in which no string spells what `taken` matches."""
+        match value:
+            case str():
+                return taken.sub(lambda found: found[0][:1] + self._break + found[0][1:], value)
+            case list():
+                return [self._broken(one, taken) for one in value]
+            case dict():
+                return {name: self._broken(one, taken) for name, one in value.items()}
+        return value
+
+    def _run(self, messages: list[dict[str, object]], add_generation_prompt: bool, values: Mapping[str, Any]) -> str:
         """Renders text with its marks. The limits are checked after each piece that the template writes."""
         given = {
-            **flags,
+            **values,
             **self._names,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,

@@ -123,7 +123,7 @@ def chat_layout(template: ChatTemplate) -> Layout:
 
 
 def _render(template: ChatTemplate, messages: Sequence[Mapping[str, str]]) -> str:
-    return template.render(messages, add_generation_prompt=True, flags=NO_REASONING)
+    return template.render(messages, add_generation_prompt=True, values=NO_REASONING)
 
 
 def _tagged(entry: Entry) -> str:

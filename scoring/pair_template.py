@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from scoring.sandbox import SourceError, compile_source, environment
-from scoring.templates import PRESETS, TemplateSpec
+from scoring.templates import PRESETS, SEAM, TemplateSpec
 
 NAMES = frozenset(("instruction", "query", "item"))
 PLACES = {"instruction": " zq1iz ", "query": " zq2qz ", "item": " zq3dz "}  # spaces show where a value is stripped
@@ -93,13 +93,11 @@ def pair_spec(renderer: PairRenderer, structured: bool | None = None) -> Templat
 
 def matching_preset(spec: TemplateSpec) -> str | None:
     """Returns the name of the preset that makes the same rows, with its default instruction or a given one."""
-    instructions = ("", "a b")
     for name, preset in PRESETS.items():
-        if len(preset.labels) == 2 and "instruction" in preset.defaults:
-            default = preset.defaults["instruction"]
-            pairs = [(value, value or default) for value in instructions]
-            if all(_row(spec, one, "q", "d") == _row(preset, other, "q", "d") for one, other in pairs):
-                return name
+        default = preset.defaults.get("instruction", "")
+        pairs = [("", default), ("a b", "a b")] if "instruction" in preset.defaults or spec.defaults else [("", "")]
+        if preset.labels and all(_row(spec, one, "q", "d") == _row(preset, other, "q", "d") for one, other in pairs):
+            return name
     return None
 
 
@@ -145,7 +143,7 @@ def _verify(renderer: PairRenderer, spec: TemplateSpec, structured: bool) -> Non
 def _row(spec: TemplateSpec, instruction: str, query: str, item: str) -> str:
     values = {"instruction": instruction, "query": query, "item": item}
     try:
-        sources = [compile_source(text, NAMES) for text in (spec.prefix, spec.item, spec.suffix)]
+        sources = [compile_source(text, NAMES | {SEAM}) for text in (spec.prefix, spec.item, spec.suffix)]
     except SourceError as error:
         raise Unwritable(f"the text of its chat template {error}") from None
     return "".join(

@@ -11,8 +11,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from scoring.cross_encoder_files import ScoreActivation
 from scoring.errors import ScoringError, refusal
 from scoring.labels import label_ids
 from scoring.sandbox import SourceError, TemplatePiece, TemplateSource, compile_source
@@ -62,6 +63,8 @@ class SplitFrame(NamedTuple):
 
 
 VARIABLES = frozenset(("query", "item", "instruction", "system"))
+SEAM = "seam"  # `{{ seam }}`: the texts on its two sides are tokenised separately, as some models were trained
+KNOWN = VARIABLES | {SEAM}
 REASONING = (
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),
@@ -85,11 +88,15 @@ class TemplateSpec:
     labels: tuple[str, ...] = ()
     defaults: Mapping[str, str] = field(default_factory=dict)  # of `instruction` and `system`
     controls: tuple[str, ...] = ()  # strings that must be control tokens of the tokenizer
+    token_ids: tuple[int, ...] = ()  # that labels must be; with `labels_alone` false they are taken as they are
+    labels_alone: bool = False  # a label is the token of its text alone, whatever the prompt ends with
+    activation: ScoreActivation | None = None  # what a rerank score is published with
 
     @property
     def version(self) -> str:
         """Identifies the wording: it changes with every change of the text."""
-        parts = [self.prefix, self.item, self.suffix, self.labels, sorted(self.defaults.items())]
+        parts: list[Any] = [self.prefix, self.item, self.suffix, self.labels, sorted(self.defaults.items())]
+        parts += [self.token_ids] if self.token_ids else []
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
@@ -107,6 +114,52 @@ PRESETS: Mapping[str, TemplateSpec] = {
         labels=("yes", "no"),
         defaults={"instruction": "Given a web search query, retrieve relevant passages that answer the query"},
         controls=("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+    ),
+    "mxbai_rerank_v2": TemplateSpec(
+        prefix=(
+            "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+            "<|im_start|>user\n{{ seam }}{% if instruction %}instruction: {{ instruction }}\n{% endif %}"
+            "query: {{ query }}{{ seam }}\n{{ seam }}document: "
+        ),
+        suffix=(
+            "{{ seam }}\n{{ seam }}You are a search relevance expert who evaluates how well documents match search "
+            "queries. For each query-document pair, carefully analyze the semantic relationship between them, then "
+            "provide your binary relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:{{ seam }}"
+            "<|im_end|>\n<|im_start|>assistant\n"
+        ),
+        labels=("1", "0"),
+        defaults={"instruction": ""},
+        controls=("<|im_start|>", "<|im_end|>"),
+        labels_alone=True,
+        activation="none",
+    ),
+    "bge_reranker_v2_gemma": TemplateSpec(
+        prefix="<bos>A: {{ query }}{{ seam }}\n{{ seam }}B: ",
+        suffix=(
+            "{{ seam }}\n{{ seam }}Given a query A and a passage B, determine whether the passage contains an answer "
+            "to the query by providing a prediction of either 'Yes' or 'No'."
+        ),
+        labels=("Yes",),
+        controls=("<bos>",),
+        labels_alone=True,
+        activation="none",
+    ),
+    "ctxl": TemplateSpec(
+        prefix="Check whether a given document contains information helpful to answer the query.\n<Document> ",
+        suffix="\n<Query> {{ query }}{% if instruction %} {{ instruction }}{% endif %} ??",
+        labels=("!",),
+        defaults={"instruction": ""},
+        token_ids=(0,),
+        labels_alone=True,
+        activation="none",
+    ),
+    "zerank": TemplateSpec(
+        prefix="<|im_start|>system\n{{ query }}<|im_end|>\n<|im_start|>user\n",
+        suffix="<|im_end|>\n<|im_start|>assistant\n",
+        labels=("Yes",),
+        controls=("<|im_start|>", "<|im_end|>"),
+        labels_alone=True,
+        activation="none",
     ),
 }
 
@@ -132,9 +185,11 @@ class Template:
         self.name = name
         self.version = f"{name}@{spec.version}"
         self.labels = tuple(map(tokenizer.mark, spec.labels))  # an operator's label may be a control token
+        self.activation = spec.activation
         self.defaults = dict(spec.defaults)
+        self._seam = {SEAM: tokenizer.seam}
         self._sources = tuple(_compiled(name, part, getattr(spec, part)) for part in ("prefix", "item", "suffix"))
-        self.uses = frozenset().union(*(source.names for source in self._sources))
+        self.uses = frozenset().union(*(source.names for source in self._sources)) - {SEAM}
         self._check_item()
         self._check_defaults()
         self._texts = {
@@ -146,7 +201,8 @@ class Template:
         self.chars = sum(map(len, self._texts.values()))  # a bound on the template's own text in a row
         self._check_controls(spec, tokenizer)
         self._check_reasoning()
-        self.label_ids = self._check_labels(tokenizer)
+        self.label_ids = self._check_labels(tokenizer, spec)
+        self._fixed = bool(spec.token_ids) or spec.labels_alone
         self.can_split = self._check_rows(tokenizer)
 
     def frame(self, query: str, extra: Mapping[str, str]) -> Frame:
@@ -169,13 +225,14 @@ class Template:
     def fixed_labels(self) -> bool:
         """Whether the labels' ids are those found at start-up: the text after the item is the same in every row."""
         _, item, suffix = self._sources
-        return item.names == {"item"} and not suffix.names
+        return self._fixed or (item.names == {"item"} and suffix.names <= {SEAM})
 
     def _pieces(self, values: Mapping[str, str]) -> list[TemplatePiece]:
-        return [piece for source in self._sources for piece in source.pieces(values)]
+        return [piece for source in self._sources for piece in source.pieces({**values, **self._seam})]
 
     def _join(self, pieces: list[TemplatePiece], values: Mapping[str, str]) -> str:
-        return "".join(values.get(piece.name, "") if piece.name else self._texts[piece.text] for piece in pieces)
+        filled = {**values, **self._seam}
+        return "".join(filled.get(piece.name, "") if piece.name else self._texts[piece.text] for piece in pieces)
 
     def _check_item(self) -> None:
         prefix, item, suffix = self._sources
@@ -208,11 +265,17 @@ class Template:
                 if text.rfind(opened) > text.rfind(closed):
                     raise self._refused("suffix", f"leaves a reasoning block open: {opened} without {closed}")
 
-    def _check_labels(self, tokenizer: TokenizerProtocol) -> tuple[int, ...]:
+    def _check_labels(self, tokenizer: TokenizerProtocol, spec: TemplateSpec) -> tuple[int, ...]:
+        if spec.token_ids and not spec.labels_alone:
+            return spec.token_ids
+        suffix = "" if spec.labels_alone else self._sample().tail
         try:
-            return tuple(label_ids(tokenizer, self.labels, self._sample().tail, plain=True))
+            found = tuple(label_ids(tokenizer, self.labels, suffix, plain=True))
         except ScoringError as error:
             raise self._refused("labels", error.message) from None
+        if spec.token_ids and found != spec.token_ids:
+            raise self._refused("labels", f"must be the tokens {spec.token_ids}. Given: {found}")
+        return found
 
     def _check_rows(self, tokenizer: TokenizerProtocol) -> bool:
         """Returns whether a SplitFrame gives the rows' ids: not where a tokenizer looks across its control tokens."""
@@ -262,7 +325,7 @@ def fill(template: Template, given: Mapping[str, str | None]) -> FilledTemplate:
 
 def _compiled(name: str, part: str, text: str) -> TemplateSource:
     try:
-        return compile_source(text, VARIABLES)
+        return compile_source(text, KNOWN)
     except SourceError as error:
         raise TemplateRefused(f"`templates.{name}.{part}` {error}.") from None
 

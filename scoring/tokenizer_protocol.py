@@ -39,8 +39,12 @@ class TokenizerProtocol(Protocol):
     """Turns text into ids. Thread-safe.
 
     In plain text the strings of control tokens are ordinary characters; `mark` writes a control token into such text,
-    and `mark_spans` finds the places [start, end) where one was written.
+    and `mark_spans` finds the places [start, end) where one was written. `seam` is text that becomes no token: what
+    stands on its two sides is tokenised separately.
     """
+
+    @property
+    def seam(self) -> str: ...
 
     @property
     def bos_token_id(self) -> int | None: ...

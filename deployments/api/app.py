@@ -1,5 +1,6 @@
 """Builds the HTTP application: every route with its endpoint and schema. `deployments.app` deploys it on Ray Serve."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -63,7 +64,7 @@ from deployments.api.schemas.score import ScoreBody, ScoreResponse
 from deployments.auth.authenticator import Authenticator
 from deployments.auth.usage import MeteredBackend
 from deployments.config.settings import ApiSettings
-from deployments.errors import ErrorBody
+from deployments.errors import OPENAI_STATUSES, ErrorBody
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import Backend
 from engine.tokenizer.tokenizer import Tokenizer
@@ -99,7 +100,7 @@ def build_api(
         access=access,
         check_open=backend.check_open,
     )
-    routes = Routes(app, handler)
+    routes = Routes(app, handler, OPENAI_STATUSES if settings.openai_errors else {})
     routes.get("/healthz", info.healthz, Alive, PROBED)
     routes.get("/readyz", info.readyz, Readiness, PROBED, also=not_ready(Readiness))
     routes.get("/health", info.readyz, Readiness, PROBED, also=not_ready(Readiness))
@@ -132,10 +133,10 @@ def build_api(
 class Routes:
     """Adds routes to an app, each with every status that it can answer in the app's schema."""
 
-    def __init__(self, app: FastAPI, handler: RequestHandler) -> None:
+    def __init__(self, app: FastAPI, handler: RequestHandler, statuses: Mapping[int, int]) -> None:
         self._app = app
         self._api = handler
-        self._schemas = Schemas(app)
+        self._schemas = Schemas(app, statuses)
 
     def get(
         self,

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deployments.api.middleware import internal_error
-from deployments.api.prompt_formats import compile_chat, decision_prompts, option_limits
+from deployments.api.prompt_formats import chat_source, compile_chat, decision_prompts, option_limits
 from deployments.api.request_context import ClientGone, RequestContext, context_of, deadline_exceeded
 from deployments.api.rerank_prompt import choose_rerank_prompt
 from deployments.api.schemas.fields import Body
@@ -31,6 +31,7 @@ from engine.requests import EngineError
 from engine.tokenizer.tokenizer import Tokenizer
 from gpu_sampler.sampling_params import ParamError
 from scoring.errors import ScoringError
+from scoring.guards import find_guard
 from scoring.labels import token_id_problem
 from scoring.templates import compile_templates
 
@@ -64,6 +65,7 @@ class RequestHandler:
         self.access = access
         self.chat = compile_chat(tokenizer, settings)
         self.templates = compile_templates(settings.templates, tokenizer)
+        self.guard = find_guard(chat_source(tokenizer, settings))
         self.rerank = choose_rerank_prompt(self.templates, tokenizer, settings)
         self.decisions = decision_prompts(tokenizer, settings, self.chat)
         self.limits = settings.limits.flat() | option_limits(self.decisions, settings.limits)

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from starlette.routing import Match, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,7 +23,7 @@ from deployments.api.request_context import (
 )
 from deployments.auth.authenticator import AccessDenied, Authenticator
 from deployments.config.settings import ApiSettings
-from deployments.errors import ApiError, Code
+from deployments.errors import OPENAI_STATUSES, ApiError, Code
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.proxy_middleware import SCOPE_ID
 
@@ -90,6 +90,7 @@ class RequestMiddleware:
         self._router = router
         self._access = access
         self._check_open = check_open
+        self._statuses = OPENAI_STATUSES if settings.openai_errors else {}
         self._requests = 0  # in flight with a body
         self._body_bytes = 0
         self._refusals = RefusalLog()
@@ -103,7 +104,7 @@ class RequestMiddleware:
             return
         context = RequestContext(request_id=scope.get(SCOPE_ID) or new_id("req-"))
         scope[SCOPE_KEY] = context
-        sent = _HeaderSender(send, context, head=scope["method"] == "HEAD")
+        sent = _HeaderSender(send, context, head=scope["method"] == "HEAD", statuses=self._statuses)
         self._observer.request_started()
         status = 499
         try:
@@ -279,20 +280,24 @@ def _plain(scope: Scope) -> Scope:
 
 
 class _HeaderSender:
-    """Adds the request id and the context's headers to a response, and keeps its status. HEAD gets no body."""
+    """Adds the request id and the context's headers to a response, and keeps its status. HEAD gets no body.
 
-    def __init__(self, send: Send, context: RequestContext, *, head: bool) -> None:
+    `statuses` maps statuses to others that are sent in their place.
+    """
+
+    def __init__(self, send: Send, context: RequestContext, *, head: bool, statuses: Mapping[int, int]) -> None:
         self._send = send
         self._exchange = context
         self._head = head
+        self._statuses = statuses
         self.status = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.status = message["status"]
+            self.status = self._statuses.get(message["status"], message["status"])
             ours = {"x-assay-request-id": self._exchange.request_id, **self._exchange.headers}
             pairs = [(name.encode("ascii"), value.encode("ascii")) for name, value in ours.items()]
-            message = {**message, "headers": [*message.get("headers", []), *pairs]}
+            message = {**message, "status": self.status, "headers": [*message.get("headers", []), *pairs]}
         elif self._head and message["type"] == "http.response.body":
             message = {**message, "body": b""}
         await self._send(message)

@@ -1,5 +1,6 @@
 """Writes the OpenAPI document: the bodies that routes parse themselves, and every status that a route can answer."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -24,7 +25,13 @@ RETRY_AFTER = {"type": "integer", "minimum": 1, "maximum": MAX_RETRY_AFTER_S}
 class Schemas:
     """Collects the models that no route's signature names, and adds them to the schema of an app when it is built."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, statuses: Mapping[int, int]) -> None:
+        """
+        Args:
+            app: The application.
+            statuses: Maps statuses of errors to others that are sent in their place.
+        """
+        self._statuses = statuses
         self._found: dict[str, Any] = {}
         self._keyed = False
         self._app = app
@@ -46,7 +53,8 @@ class Schemas:
     def refusals(self, statuses: tuple[int, ...], error: type[ErrorBody] = ErrorBody) -> Responses:
         """Returns the description of each status, with its codes and its headers."""
         content = {"application/json": {"schema": {"$ref": self._add(error, "serialization")}}}
-        return {status: {**_refusal(status), "content": content} for status in statuses}
+        sent = dict.fromkeys(self._statuses.get(status, status) for status in statuses)
+        return {status: {**self._refusal(status), "content": content} for status in sent}
 
     def keyed(self) -> dict[str, Any]:
         """Returns the options of a route that needs a key."""
@@ -60,6 +68,16 @@ class Schemas:
             if self._found.setdefault(name, found) != found:
                 raise ValueError(f"Two different models of bodies are called {name}.")
         return REF.format(model=title)
+
+    def _refusal(self, status: int) -> dict[str, Any]:
+        sent = {code: self._statuses.get(kind.status, kind.status) for code, kind in ERROR_KINDS.items()}
+        codes = [code for code, one in sent.items() if one == status]
+        headers: dict[str, Any] = dict(REQUEST_ID)
+        if status == 401:
+            headers["www-authenticate"] = {"required": True, "schema": {"const": "Bearer"}}
+        if status in (429, 503):
+            headers["retry-after"] = {"required": True, "schema": RETRY_AFTER}
+        return {"description": "Code " + " or ".join(codes) + ".", "headers": headers}
 
     def _openapi(self) -> dict[str, Any]:
         schema = self._make()
@@ -83,13 +101,3 @@ def answered(content: dict[str, Any] | None = None) -> Responses:
 def not_ready(answer: type[BaseModel]) -> Responses:
     """Returns the description of a probe's 503, which has the same model as its 200."""
     return {503: {"model": answer, "description": "Not ready.", "headers": REQUEST_ID}}
-
-
-def _refusal(status: int) -> dict[str, Any]:
-    codes = [code for code, kind in ERROR_KINDS.items() if kind.status == status]
-    headers: dict[str, Any] = dict(REQUEST_ID)
-    if status == 401:
-        headers["www-authenticate"] = {"required": True, "schema": {"const": "Bearer"}}
-    if status in (429, 503):
-        headers["retry-after"] = {"required": True, "schema": RETRY_AFTER}
-    return {"description": "Code " + " or ".join(codes) + ".", "headers": headers}

@@ -5,6 +5,7 @@ repository's chat template writes. Otherwise there is none: a guessed prompt giv
 """
 
 import json
+from dataclasses import replace
 from typing import NamedTuple
 
 from deployments.config.settings import ApiSettings
@@ -12,13 +13,20 @@ from engine.tokenizer.tokenizer import Tokenizer
 from scoring.cross_encoder_files import CrossEncoderFiles, ScoreActivation, UnknownLayout, read_cross_encoder
 from scoring.pair_template import PairRenderer, Unwritable, matching_preset, pair_spec
 from scoring.rerank import MAX_LABELS, rerank_template
-from scoring.templates import Template, TemplateRefused, TemplateSpec
+from scoring.templates import PRESETS, Template, TemplateRefused, TemplateSpec
 from scoring.tokenizer_protocol import TokenizerProtocol
 
 CONFIGURATION, REPOSITORY = "configuration", "repository"
 NO_PROMPT = "its repository has no chat template with the roles query and document"
 NO_TOKENS = "its chat template writes a query and a document, and nothing says which tokens make the score"
-MODELS = {"builtin": "the built-in model", "qwen3_reranker": "Qwen3-Reranker"}  # that presets are made for
+MODELS = {  # that presets are made for
+    "builtin": "the built-in model",
+    "qwen3_reranker": "Qwen3-Reranker",
+    "mxbai_rerank_v2": "mxbai-rerank-v2",
+    "bge_reranker_v2_gemma": "bge-reranker-v2-gemma",
+    "ctxl": "ctxl-rerank-v2",
+    "zerank": "zerank",
+}
 
 
 OWN = tuple(  # examples of texts; the first whose labels are single tokens is shown
@@ -53,19 +61,23 @@ def choose_rerank_prompt(templates: dict[str, Template], tokenizer: Tokenizer, s
     except UnknownLayout as unknown:
         problem = str(unknown).rstrip(".")
     named = given.template or settings.rerank_preset
+    if given.classifier_from_token is not None:
+        return _from_tokens(given.classifier_from_token, templates, tokenizer, settings)
     if named is not None:
         if problem is not None and given.activation is None:
             return RerankPrompt(None, None, "sigmoid", f"{problem}, and `rerank.activation` does not say what applies")
+        if named in PRESETS and named not in templates:
+            Template(named, PRESETS[named], tokenizer)  # says why it does not suit the tokenizer
         source = CONFIGURATION if given.template else f"preset:{named}"
         chosen = rerank_template(templates, named)
-        return _checked(RerankPrompt(chosen, source, _activation(given.activation, files)))
+        return _checked(RerankPrompt(chosen, source, _activation(given.activation, files, chosen)))
     if problem is not None:
         return RerankPrompt(None, None, "sigmoid", problem)
     try:
         found = _from_repository(templates, tokenizer, files)
     except Unwritable as refused:
         return RerankPrompt(None, None, "sigmoid", str(refused).rstrip("."))
-    return _checked(found._replace(activation=_activation(given.activation, files)))
+    return _checked(found._replace(activation=_activation(given.activation, files, found.template)))
 
 
 def remedy(
@@ -96,6 +108,32 @@ def remedy(
     )
 
 
+def _from_tokens(
+    tokens: tuple[str, ...], templates: dict[str, Template], tokenizer: Tokenizer, settings: ApiSettings
+) -> RerankPrompt:
+    """Returns the prompt whose labels are `rerank.classifier_from_token`: no and yes, or the only one.
+
+    Raises:
+        TemplateRefused: A token is none of the vocabulary, or there is no prompt.
+    """
+    given = settings.rerank
+    named = given.template or settings.rerank_preset
+    if named is None:
+        try:
+            spec = _pair_spec(tokenizer, None)
+        except Unwritable as refused:
+            raise TemplateRefused(f"`rerank.template` must be given: {refused}.") from None
+        if spec is None:
+            raise TemplateRefused(f"`rerank.template` must be given: {NO_PROMPT}.")
+    else:
+        rerank_template(templates, named)
+        spec = settings.templates[named] if named in settings.templates else PRESETS[named]
+    spec = replace(spec, labels=tokens[::-1], labels_alone=True, token_ids=(), activation=None)
+    template = Template(named or REPOSITORY, spec, tokenizer)
+    templates[template.name] = template
+    return _checked(RerankPrompt(template, CONFIGURATION, given.activation or "sigmoid"))
+
+
 def _checked(found: RerankPrompt) -> RerankPrompt:
     """Returns the prompt. Raises TemplateRefused for a softmax over a single number, which would always be 1."""
     if found.activation == "softmax" and found.template is not None and len(found.template.labels) != MAX_LABELS:
@@ -114,19 +152,17 @@ def _suits(spec: TemplateSpec, tokenizer: TokenizerProtocol) -> bool:
     return True
 
 
-def _activation(chosen: ScoreActivation | None, files: CrossEncoderFiles | None) -> ScoreActivation:
-    return chosen or (files.activation if files else None) or "sigmoid"
+def _activation(
+    chosen: ScoreActivation | None, files: CrossEncoderFiles | None, template: Template | None
+) -> ScoreActivation:
+    return chosen or (files.activation if files else None) or (template.activation if template else None) or "sigmoid"
 
 
 def _from_repository(
     templates: dict[str, Template], tokenizer: Tokenizer, files: CrossEncoderFiles | None
 ) -> RerankPrompt:
     """Returns the prompt that the chat template writes. Raises Unwritable if it cannot be used."""
-    info = tokenizer.info()
-    names = {"bos_token": info.bos_token, "eos_token": info.eos_token, "pad_token": info.pad_token}
-    values = {"add_generation_prompt": True} if files is None else files.template_values
-    renderer = PairRenderer(info.chat_template or "", names, values)
-    spec = pair_spec(renderer, None if files is None else files.structured)
+    spec = _pair_spec(tokenizer, files)
     if spec is None:
         return RerankPrompt(None, None, problem=NO_PROMPT)
     if files is None or not files.token_ids:
@@ -137,13 +173,17 @@ def _from_repository(
     try:
         template = Template(REPOSITORY, _with_files(spec, files, tokenizer), tokenizer)
     except TemplateRefused as refused:
-        raise Unwritable(
-            f"the prompt of its chat template and its tokens {token_ids} cannot be used: {refused}"
-        ) from None
-    if template.label_ids != token_ids:
-        raise Unwritable(f"LogitScore reads the tokens {token_ids}, whose texts are the tokens {template.label_ids}")
+        raise Unwritable(f"the prompt of its chat template cannot be used: {refused}") from None
     templates.setdefault(REPOSITORY, template)
     return RerankPrompt(template, REPOSITORY, problem=None if token_ids else NO_TOKENS)
+
+
+def _pair_spec(tokenizer: Tokenizer, files: CrossEncoderFiles | None) -> TemplateSpec | None:
+    info = tokenizer.info()
+    names = {"bos_token": info.bos_token, "eos_token": info.eos_token, "pad_token": info.pad_token}
+    values = {"add_generation_prompt": True} if files is None else files.template_values
+    renderer = PairRenderer(info.chat_template or "", names, values)
+    return pair_spec(renderer, None if files is None else files.structured)
 
 
 def _with_files(spec: TemplateSpec, files: CrossEncoderFiles | None, tokenizer: Tokenizer) -> TemplateSpec:
@@ -156,4 +196,6 @@ def _with_files(spec: TemplateSpec, files: CrossEncoderFiles | None, tokenizer: 
             raise Unwritable("its default prompt is an instruction, which its chat template leaves out")
         defaults["instruction"] = files.instruction
     labels = tuple(tokenizer.token_texts(files.token_ids))
-    return TemplateSpec(prefix=spec.prefix, item=spec.item, suffix=spec.suffix, labels=labels, defaults=defaults)
+    if not all(labels):
+        raise Unwritable(f"LogitScore reads the tokens {files.token_ids}, and the tokenizer has no such one")
+    return replace(spec, labels=labels, token_ids=files.token_ids, defaults=defaults)

@@ -3,12 +3,12 @@
 import argparse
 from collections.abc import Sequence
 
-from deployments.cli import env, keys, serve
+from deployments.cli import env, keys, models, pull, serve
 from deployments.cli.bench import command as bench
 from deployments.cli.check import command as check
 from deployments.cli.score_files import command as score
 
-COMMANDS = (serve, check, score, bench, keys, env)
+COMMANDS = (serve, check, pull, models, score, bench, keys, env)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -154,6 +154,7 @@ class AppArgs(Section):
             model_folder=model_folder,
             decisions=self.decisions.model_copy(update={"layout": layout}),
             synthetic=self.speculation.synthetic,
+            openai_errors=self.wire.errors == "openai",
             strict=self.wire.strict,
             versions=versions,
             tokenizer_threads=self.http.tokenizer_threads,

@@ -195,8 +195,8 @@ class ChatArgs(Section):
 
     template_file: str | None = None
     """A file with a Jinja template, in place of the model's own."""
-    template_flags: tuple[FlagName, ...] = ()
-    """Names of `chat_template_kwargs` that requests may set, to true or false."""
+    template_flags: tuple[FlagName, ...] | None = None
+    """Names of `chat_template_kwargs` that requests may set. None: every name that the chat template mentions."""
     expose_template: bool = True
     """Whether /tokenizer_info shows the template."""
     render_timeout_s: Seconds = 2.0
@@ -206,7 +206,10 @@ class ChatArgs(Section):
 class TemplateArgs(Section):
     """Defines a prompt template: a preset, or texts of its own (docs/guides/prompt-templates.md)."""
 
-    preset: Literal["plain", "builtin", "qwen3_reranker"] | None = None
+    preset: (
+        Literal["plain", "builtin", "qwen3_reranker", "mxbai_rerank_v2", "bge_reranker_v2_gemma", "ctxl", "zerank"]
+        | None
+    ) = None
     """A template that comes with the service."""
     prefix: str | None = None
     """Template of what all items share."""
@@ -243,11 +246,27 @@ class RerankArgs(Section):
     model with a sequence head needs no labels. None: `builtin` for the built-in model, else a prompt that the model's
     repository proves (sentence-transformers' files, a chat template with the roles query and document); otherwise the
     routes answer 404."""
+    classifier_from_token: tuple[str, ...] | None = Field(default=None, min_length=1, max_length=2)
+    """Tokens whose logits are the score, as vLLM's `hf_overrides` spells them: no and yes, or the only one. They take
+    the place of the labels of the template, or of the repository's prompt."""
+    method: Literal["from_2_way_softmax", "no_post_processing"] | None = None
+    """How these tokens become the score: the sigmoid of yes minus no, or of the only token's logit."""
     activation: Literal["none", "sigmoid", "softmax"] | None = None
     """Turns the model's number into a relevance score. `softmax` is over the logits of the template's two labels, and
     equals `sigmoid` of their difference. None: as the model's repository says, else `sigmoid`."""
     return_documents: bool = False
     """Whether answers contain the documents, where a request does not say."""
+
+    @model_validator(mode="after")
+    def _whole_override(self) -> Self:
+        tokens = {"from_2_way_softmax": 2, "no_post_processing": 1}.get(self.method or "", 0)
+        if tokens != len(self.classifier_from_token or ()):
+            raise ValueError(
+                "`rerank.classifier_from_token` must be two tokens with `rerank.method: from_2_way_softmax`, one with "
+                f"no_post_processing, and absent without a method. Given: {len(self.classifier_from_token or ())} with "
+                f"{self.method or 'no method'}."
+            )
+        return self
 
 
 class DecisionArgs(Section):
@@ -260,10 +279,12 @@ class DecisionArgs(Section):
 
 
 class WireArgs(Section):
-    """Configures how request bodies are read."""
+    """Configures how request bodies are read and refused."""
 
     strict: bool = False
     """Unknown fields are refused with 422 instead of listed in a response header."""
+    errors: Literal["assay", "openai"] = "assay"
+    """`openai`: a bad value has status 400, as with OpenAI and vLLM, in place of 422. Codes stay the same."""
 
 
 class HttpArgs(Section):

@@ -56,6 +56,7 @@ class ApiSettings:
     model_folder: Path | None = None  # whose files may describe a reranker
     decisions: DecisionArgs = field(default_factory=DecisionArgs)
     synthetic: bool = False  # drafts are accepted at set rates: a header says that answers are not samples
+    openai_errors: bool = False  # status 400 in place of 422
     strict: bool = False  # unknown fields are refused instead of named in a header
     versions: dict[str, str] = field(default_factory=dict)  # of the package, Ray, ...; the replica's are in its card
     tokenizer_threads: int = 2

@@ -28,10 +28,12 @@ from deployments.protocol import (
 )
 from deployments.quarantine import Entries, IsolationGuard
 from deployments.replica.utilization import Utilization
+from deployments.replica.weights_registry import WeightsPeers
 from deployments.stream_buffer import StreamBuffer
 from engine.engine import Engine
 from engine.model.interface import CausalLM
 from engine.model.loader import load_models
+from engine.model.weights_digest import joined_digest
 from engine.request_validation import with_writable_arrays
 from engine.requests import (
     EngineError,
@@ -60,8 +62,18 @@ class ReplicaServer:
     to Serve's router in the calling process.
     """
 
-    def __init__(self, args: AppArgs, replica: str, deployment: str = "Replica") -> None:
+    def __init__(
+        self, args: AppArgs, replica: str, deployment: str = "Replica", peers: WeightsPeers | None = None
+    ) -> None:
+        """
+        Args:
+            args: The configuration.
+            replica: This replica's unique id.
+            deployment: The deployment's name.
+            peers: Compares weights with the application's other replicas; None: there are none.
+        """
         self._args = args
+        self._peers = peers
         self._replica = replica
         self._deployment = deployment
         self._metrics = ReplicaMetrics()
@@ -80,6 +92,9 @@ class ReplicaServer:
         self._progress("canary", seconds)
         if failure is not None:
             raise RuntimeError(f"The first canary failed: {failure}.")
+        if self._peers is not None:
+            configured = f"{self._args.model!r} {self._args.speculation!r}"
+            await self._peers.join(configured, self._card.weights_digest)
         if self._args.router.link == "auto":
             await self._links.start()
         self._progress("total", time.perf_counter() - started)
@@ -87,6 +102,11 @@ class ReplicaServer:
     async def drain(self, timeout_s: float) -> None:
         """Waits until the calls of links have ended, at most `timeout_s`. Serve waits for its own."""
         await self._links.drain(timeout_s)
+
+    async def leave(self) -> None:
+        """Leaves the replicas that compare weights."""
+        if self._peers is not None:
+            await self._peers.leave()
 
     def stop(self) -> None:
         """Closes links and stops the engine. A step thread that hangs gets little time: it ends with the process."""
@@ -103,6 +123,7 @@ class ReplicaServer:
             log.warning(
                 "Drafts are accepted at set rates (synthetic): answers follow no distribution. For benchmarks only."
             )
+        self._digest = joined_digest(*(one.weights_digest for one in (model, draft) if one is not None))
         engine = Engine(model, config, limits=self._args.all_limits().sampling, draft=draft)
         engine.warm_up(self._progress)
         log.info("Model %s is ready after %.1f s.", self._args.model.name, time.perf_counter() - started)
@@ -125,6 +146,7 @@ class ReplicaServer:
             logprobs_mode=self._args.sampler.logprobs_mode,
             versions=package_versions(PACKAGES),
             head=engine.model.pooling_head,
+            weights_digest=self._digest,
         )
 
     # Scoring.

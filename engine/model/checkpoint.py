@@ -26,6 +26,7 @@ from engine.model.checkpoint_audit import (
 )
 from engine.model.compatibility import UnsupportedModel, check_config
 from engine.model.encoder.families import longest_row
+from engine.model.file_digests import verify_files
 from engine.model.heads.embedding_files import dense_layers, has_pooling, read_embedding
 from engine.model.heads.info import HeadKind
 from engine.model.packing_check import REFERENCE
@@ -33,6 +34,7 @@ from engine.model.packing_check import REFERENCE
 log = logging.getLogger(__name__)
 BUILTIN = Path(__file__).parents[1] / "builtin" / "target"
 REVISION = re.compile(r"[0-9a-f]{40}")
+RANDOM_SEED = 0
 MAX_ERROR = 300  # characters of another library's message
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -148,10 +150,12 @@ def read_model(folder: Path, config: Any, model: ModelConfig, device: torch.devi
     """
     dtype, kind = weights_dtype(config, model, device), find_kind(config)
     if model.random_weights:
-        with device:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+            torch.manual_seed(RANDOM_SEED)  # every replica draws the same weights
             module = kind.loaded_by.from_config(config, dtype=dtype, attn_implementation=REFERENCE)
     else:
         audit_files(folder, config, model)
+        verify_files(folder, weights=True)
         module, info = kind.loaded_by.from_pretrained(
             folder,
             config=config,

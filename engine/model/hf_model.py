@@ -55,6 +55,7 @@ from engine.model.optimize.fused_projections import fuse_projections
 from engine.model.optimize.skinny_linear import skinny_step, use_skinny_linears
 from engine.model.packing_check import PackingCheck, find_head
 from engine.model.startup_progress import StartupProgress, silent, timed
+from engine.model.weights_digest import weights_digest
 from engine.requests import Int32s
 from gpu_sampler.logprobs import head_logprob
 from gpu_sampler.reference.lm_head_logprob import Rounding
@@ -101,6 +102,8 @@ class HFModel:
         if isinstance(module, PoolingModel):
             module, self._pooler = module
         self.pooling_head = None if self._pooler is None else self._pooler.info
+        with timed("weights digest", progress):
+            self.weights_digest = weights_digest(module, *(() if self._pooler is None else (self._pooler,)))
         self.module: nn.Module = module.eval().requires_grad_(False)
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype

@@ -32,6 +32,7 @@ class CausalLM(Protocol):
     dtype: torch.dtype  # of the logits
     head: HeadSpec | None  # None: the head is the model's own code, and answers come from rows of logits
     pooling_head: HeadInfo | None  # None: a language model. Else `pooled` and `fill` are the only steps it runs
+    weights_digest: str  # of all weights as they were loaded (`engine.model.weights_digest`)
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     padded_tokens: int  # computed beside those of requests, since start-up

@@ -26,6 +26,7 @@ class ControlTokens:
         longest = sorted(map(re.escape, self.names), key=len, reverse=True)
         self._pattern = re.compile("|".join(longest)) if longest else None
         self._name = re.compile(f"<{nonce}:[0-9]+>")
+        self.seam = f"<{nonce}:seam>"
 
     def mark(self, text: str) -> str:
         """Replaces the control strings in a text by their secret names."""

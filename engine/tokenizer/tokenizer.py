@@ -71,6 +71,7 @@ class Tokenizer:
         self._setup(loaded, backend)
 
     def _setup(self, loaded: Any, backend: Any) -> None:
+        from tokenizers import AddedToken
         from tokenizers import Tokenizer as Backend
 
         backend.no_truncation()
@@ -84,6 +85,8 @@ class Tokenizer:
         self._plain: Any = Backend.from_str(renamed(data, self._controls))
         if any(self._plain.token_to_id(self._controls.names[token["content"]]) != token["id"] for token in controls):
             raise ValueError("The tokenizer's control tokens cannot be told apart from text: their ids are not stable.")
+        self._plain.add_special_tokens([AddedToken(self.seam, normalized=False, special=True)])
+        self._seam_id: int | None = self._plain.token_to_id(self.seam)
         self._special = frozenset(int(token) for token in loaded.all_special_ids) | frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -103,8 +106,14 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
         """Returns the ids of each text. `plain`: strings of control tokens are ordinary characters."""
         backend = self._plain if plain else self._backend
-        found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in found]
+        found = [one.ids for one in backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+        if not plain:
+            return found
+        seam = self.seam
+        return [
+            [token for token in ids if token != self._seam_id] if seam in text else ids
+            for text, ids in zip(texts, found, strict=True)
+        ]
 
     def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
         """Returns the ids of one text without special tokens, and where each came from."""
@@ -145,6 +154,11 @@ class Tokenizer:
     def info(self) -> TokenizerInfo:
         """Returns what the tokenizer is."""
         return self._info
+
+    @property
+    def seam(self) -> str:
+        """Text that `plain` encoding gives no token: what stands on its two sides is encoded separately."""
+        return self._controls.seam
 
     def mark(self, text: str) -> str:
         """Puts each control string under its secret name, which `plain` encoding takes for that token."""

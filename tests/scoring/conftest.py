@@ -30,6 +30,8 @@ class WordTokens:
         head = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
         return [head + self.encode_spans(text, plain=plain).ids for text in texts]
 
+    seam = ""  # each word is a token anyway
+
     def mark(self, text: str) -> str:
         return re.sub(r"<\|([a-z]+)\|>", "\ue000\\1\ue001", text)
 

@@ -191,7 +191,7 @@ def test_a_role_that_the_template_would_pass_over_in_silence_is_refused() -> Non
 def test_flags_and_helpers_reach_the_template() -> None:
     source = "{{ messages[0].content | tojson }}{{ 'T' if thinking }}{{ strftime_now('%Y')[:2] }}{{ tools is none }}"
     text = template(source).render(
-        [{"role": "user", "content": "é<"}], add_generation_prompt=True, flags={"thinking": True}
+        [{"role": "user", "content": "é<"}], add_generation_prompt=True, values={"thinking": True}
     )
     assert text == '"é<"T20True'
 

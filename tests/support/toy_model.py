@@ -6,6 +6,7 @@ slots: a wrong, reused or never written slot changes the answer or raises. Loada
 Vocabulary (264 unless given): 0..255 bytes, BOS, EOS, then the magic tokens below, which the model never proposes.
 """
 
+import hashlib
 import os
 import threading
 import time
@@ -87,6 +88,7 @@ class ToyModel:
         self.dtype = torch.float32
         self.head: HeadSpec | None = None
         self.pooling_head: HeadInfo | None = None  # a test may give it one
+        self.weights_digest = hashlib.sha256(f"{vocab_size} {spread} {blur}".encode()).hexdigest()
         self.bos_token_id: int | None = BOS if vocab_size > BOS else None
         self.eos_token_ids: tuple[int, ...] = (EOS,) if vocab_size > EOS else ()
         self.padded_tokens = self.graph_replays = 0
@@ -240,7 +242,7 @@ class ByteTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
         head = [self.BOS] if add_special_tokens else []
         names = self._names if plain else self._SPECIAL
-        return [head + self._encode(text, names) for text in texts]
+        return [head + self._encode(text.replace(self.seam, ""), names) for text in texts]
 
     @staticmethod
     def _encode(text: str, names: dict[int, str]) -> list[int]:

@@ -25,32 +25,43 @@ from deployments.api.endpoints.scoring_common import (
     text_label_ids,
     tokenize_rows,
 )
+from deployments.api.generation.chat_request_builder import chat_ids
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
+from deployments.api.schemas.chat import Message
 from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.errors import invalid
 from deployments.protocol import ModelCard
 from scoring.errors import ItemError
-from scoring.labels import check_label_ids
+from scoring.labels import check_label_ids, label_ids
 from scoring.loglikelihood import Continuations
 from scoring.normalize import ItemScores, score_items
-from scoring.row_builder import PromptSpec
+from scoring.row_builder import DEFAULT_FIELD_NAMES, FieldNames, PromptSpec
 from scoring.templates import FilledTemplate
+
+TEXT_FIELDS = (  # of a request that is no conversation
+    "query", "items", "item_first", "seam", "truncate", "truncation_side", "max_item_tokens", "max_query_tokens",
+    "instruction", "system",
+)  # fmt: skip
 
 
 async def generative_scoring(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /generative_scoring. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, ScoringRequest)
-    template = _fill_template(handler, body)
-    _check_fields(handler, body, template)
     card = await handler.language_model(body.model, context.route)
+    if body.messages is not None:
+        body = await _with_conversation(handler, context, body, body.messages)
+    else:
+        _check_text_fields(body)
+    template = None if body.messages is not None else _fill_template(handler, body)
+    _check_fields(handler, body, template)
     spec = _prompt_spec(handler, body, template)
     request_id = new_id("generative-scoring-")
     if body.continuations is None:
         size, answer = await _score_labels(handler, context, body, spec, card, request_id)
     else:
         size, answer = await _score_continuations(handler, context, body, body.continuations, spec, card, request_id)
-    return await handler.off_loop(size, handler.json, context, _head(request_id, card, template) | answer)
+    return await handler.off_loop(size, handler.json, context, _head(request_id, card, body, template) | answer)
 
 
 async def _score_labels(
@@ -112,6 +123,39 @@ async def _score_continuations(
     return size, await handler.off_loop(size, continuations.answer, body, rows, items)
 
 
+def _check_text_fields(body: ScoringRequest) -> None:
+    """Raises ApiError for a request without items, and for fields of a conversation."""
+    if not body.items:
+        raise invalid("items", "given, or `messages`", "nothing")
+    for field in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        if getattr(body, field) is not None:
+            raise invalid(field, "absent without `messages`", "given")
+
+
+async def _with_conversation(
+    handler: RequestHandler, context: RequestContext, body: ScoringRequest, messages: Sequence[Message]
+) -> ScoringRequest:
+    """Returns the request with the conversation's token ids as its only item. `template` may name the model's guard.
+
+    Raises:
+        ApiError: A field that does not suit a conversation, or a template that is not the model's guard.
+        ScoringError: The chat template refuses the messages.
+    """
+    for field in TEXT_FIELDS:
+        if getattr(body, field):
+            raise invalid(field, "absent beside `messages`", "given")
+    guard = handler.guard
+    if body.template is not None and (guard is None or body.template != guard.name):
+        known = f"{guard.name} or absent" if guard else "absent: this model is no guard that is known"
+        raise invalid("template", f"{known}, beside `messages`", "another name")
+    answer, own = (guard.answer, guard.labels) if guard is not None and body.template is not None else ("", None)
+    found: dict[str, Any] = {"query": [], "items": [await chat_ids(handler, context, body, messages, answer)]}
+    if own is not None and body.labels is None and body.label_token_ids is None and body.continuations is None:
+        ids = await handler.off_loop(0, label_ids, handler.tokenizer, own, answer)
+        found["label_token_ids"] = ids
+    return body.model_copy(update=found | {"truncate": "error"})  # a conversation without its end is another one
+
+
 def _fill_template(handler: RequestHandler, body: ScoringRequest) -> FilledTemplate | None:
     """Returns the template with its values. Raises ApiError for fields that need a template, or exclude one."""
     if body.template is None:
@@ -162,22 +206,23 @@ def _prompt_spec(handler: RequestHandler, body: ScoringRequest, template: Filled
         max_item_tokens=body.max_item_tokens,
         max_query_tokens=body.max_query_tokens,
         template=template,
+        names=DEFAULT_FIELD_NAMES if body.messages is None else FieldNames("messages"),
     )
 
 
 def _check_items(body: ScoringRequest, errors: dict[int, ItemError], items: Sequence[int]) -> None:
     """Raises the first item's error if the request wants that, or if every item failed."""
     if body.on_item_error == "fail" or len(errors) == len(items):
-        check_items(errors, "items")
+        check_items(errors, "items" if body.messages is None else "messages")
 
 
-def _head(request_id: str, card: ModelCard, template: FilledTemplate | None) -> dict[str, Any]:
+def _head(request_id: str, card: ModelCard, body: ScoringRequest, template: FilledTemplate | None) -> dict[str, Any]:
     return {
         "id": request_id,
         "object": "list",
         "created": int(time.time()),
         "model": card.name,
-        "template": template.template.name if template else None,
+        "template": template.template.name if template else body.template,  # of a guard, where messages are scored
         "prompt_format_version": template.template.version if template else None,
     }
 

@@ -40,6 +40,7 @@ def _model(handler: RequestHandler, card: ModelCard) -> dict[str, Any]:
         "assay": {
             "vocab_size": card.vocab_size,
             "revision": card.revision,
+            "weights_digest": card.weights_digest,
             "head": _head(card),
             "templates": sorted(handler.templates),
             "prompt_source": pair_source(card, handler.rerank),

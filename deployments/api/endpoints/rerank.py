@@ -68,7 +68,7 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
         priority=body.priority,
     )
     top_n = None if documents.field == "texts" else body.top_n
-    order = ranked(scored.raw if body.raw_scores else scored.activated, top_n)
+    order = ranked(scored.raw if _wants_raw(body) else scored.activated, top_n)
     ranking = Ranking(request_id, order, scored.truncated, scored.prompt_tokens, scored.cached_tokens)
     report_items(handler, context, scored.truncated)
     size = context.body_bytes + ENTRY_BYTES * len(ranking.order)
@@ -123,6 +123,14 @@ def _either(body: RerankRequest, name: str, other: str) -> Any:
     if first is not None and second is not None and first != second:
         raise invalid(other, f"absent beside another `{name}`", "both")
     return second if first is None else first
+
+
+def _wants_raw(body: RerankRequest) -> bool:
+    """Returns whether the request asks for scores without activation. Raises ApiError if two fields contradict."""
+    activated = _either(body, "use_activation", "activation")
+    if activated is not None and body.raw_scores is not None and activated == body.raw_scores:
+        raise invalid("raw_scores", "absent beside `use_activation`, or its opposite", "the same")
+    return bool(body.raw_scores) or activated is False
 
 
 def _answer(body: RerankRequest, card: ModelCard, documents: Documents, ranking: Ranking, route: str) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from deployments.api.generation.request_builder import (
     EncodedPrompts,
@@ -18,12 +19,13 @@ from deployments.api.generation.request_builder import (
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.chat import ChatRequest, Message
+from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.api.schemas.info import TokenizeRequest
 from deployments.api.schemas.pooling import PoolingInput
 from deployments.errors import ApiError, invalid
 from deployments.protocol import ModelCard
 from gpu_sampler.sampling_params import SamplingParams
-from scoring.chat_template import ChatTemplate, encode_parts
+from scoring.chat_template import ChatTemplate, RenderedPart, encode_parts
 
 
 async def plan_chat(
@@ -56,20 +58,28 @@ async def plan_chat(
 async def chat_ids(
     handler: RequestHandler,
     context: RequestContext,
-    body: ChatRequest | TokenizeRequest | PoolingInput,
+    body: ChatRequest | TokenizeRequest | PoolingInput | ScoringRequest,
     messages: Sequence[Message],
+    answer: str = "",
 ) -> list[int]:
     """Renders and encodes the messages of `body`, off the event loop.
+
+    Args:
+        handler: Holds the chat template.
+        context: The HTTP request.
+        body: Says how the messages are rendered.
+        messages: The conversation.
+        answer: Text with which the answer begins.
 
     Raises:
         ApiError: There is no chat template, or a field is wrong.
         ScoringError: The chat template refuses the messages.
     """
     template, prompting = _template(handler), body.add_generation_prompt is not False
-    flags = body.chat_template_kwargs
+    values = body.chat_template_kwargs
     if body.continue_final_message and prompting:
         raise invalid("continue_final_message", "false unless `add_generation_prompt` is false", "true")
-    _check_flags(handler, flags or {})
+    _check_values(handler, template, values or {})
     data = [message.data() for message in messages]
 
     def encode() -> list[int]:
@@ -77,8 +87,9 @@ async def chat_ids(
             data,
             add_generation_prompt=prompting,
             continue_final_message=bool(body.continue_final_message),
-            flags=flags,
+            values=values,
         )
+        parts += [RenderedPart(answer, False)] if answer else []
         return encode_parts(handler.tokenizer, parts, add_special_tokens=bool(body.add_special_tokens))
 
     async with handler.deadline(context, handler.settings.deadlines.generation_s):
@@ -96,11 +107,14 @@ def _template(handler: RequestHandler) -> ChatTemplate:
     return handler.chat
 
 
-def _check_flags(handler: RequestHandler, flags: Mapping[str, bool]) -> None:
-    known = handler.settings.chat.template_flags
-    if not flags.keys() <= set(known):
-        allowed = f"made of names among {', '.join(known)}" if known else "empty: this server has no template flags"
-        raise invalid("chat_template_kwargs", allowed, "another name")
+def _check_values(handler: RequestHandler, template: ChatTemplate, values: Mapping[str, Any]) -> None:
+    allowed = handler.settings.chat.template_flags
+    known = template.variables if allowed is None else template.variables & set(allowed)
+    if not values.keys() <= known:
+        rule = (
+            f"made of names among {', '.join(sorted(known))}" if known else "empty: the chat template reads no others"
+        )
+        raise invalid("chat_template_kwargs", rule, "another name")
 
 
 def _logprobs(handler: RequestHandler, body: ChatRequest) -> int | None:

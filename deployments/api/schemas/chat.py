@@ -1,6 +1,6 @@
 """Declares the request, the answer and the stream events of POST /v1/chat/completions."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, PlainValidator, ValidationInfo
 
@@ -10,14 +10,19 @@ from deployments.api.schemas.known_fields import MESSAGE_REFUSED
 from deployments.errors import describe
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+MAX_VALUE_DEPTH = 8  # of chat_template_kwargs
 OTHER_PARTS = {"image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file", "refusal"}
 
 
 def _content(value: object, info: ValidationInfo) -> str:
-    maximum = bound(info, "max_string_chars")
+    if isinstance(value, list) and len(value) > bound(info, "max_messages"):
+        raise refused(f"at most {bound(info, 'max_messages')} parts", f"{len(value)} parts")
+    return content_text(value, bound(info, "max_string_chars"))
+
+
+def content_text(value: object, maximum: int) -> str:
+    """Returns the text of a string or of a list of text parts, of at most `maximum` characters."""
     if isinstance(value, list):
-        if len(value) > bound(info, "max_messages"):
-            raise refused(f"at most {bound(info, 'max_messages')} parts", f"{len(value)} parts")
         value = "".join(_part(part, index) for index, part in enumerate(value))
     if not isinstance(value, str):
         raise refused("a string or a list of text parts", describe(value))
@@ -44,15 +49,31 @@ def _messages(value: object, info: ValidationInfo) -> object:
     return value
 
 
-def _flags(value: object, info: ValidationInfo) -> dict[str, bool] | None:
+def _template_values(value: object, info: ValidationInfo) -> dict[str, Any] | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise refused("an object of names and booleans", describe(value))
-    for entry in value.values():
-        if not isinstance(entry, bool):
-            raise refused("an object whose values are true or false", describe(entry))
+        raise refused("an object of names and values", describe(value))
+    _check_values(value, bound(info, "max_instruction_chars"), 0)
     return value
+
+
+def _check_values(value: object, chars: int, depth: int) -> int:
+    """Returns the characters left of `chars` after a JSON value. Refuses one that is too large or nested too deeply."""
+    if depth > MAX_VALUE_DEPTH:
+        raise refused(f"nested at most {MAX_VALUE_DEPTH} levels deep", "more")
+    parts: list[object] = []
+    match value:
+        case dict():
+            parts = [*value, *value.values()]
+        case list():
+            parts = value
+    chars -= len(value) if isinstance(value, str) else 1
+    for part in parts:
+        chars = _check_values(part, chars, depth + 1)
+    if chars < 0:
+        raise refused("of fewer characters, with names and numbers", "more than `limits.max_instruction_chars`")
+    return chars
 
 
 class TextPart(BaseModel):
@@ -83,7 +104,9 @@ class Message(Body):
 
 
 Messages = Annotated[list[Message], BeforeValidator(_messages)]
-Flags = Annotated[dict[str, bool] | None, PlainValidator(_flags, json_schema_input_type=dict[str, bool] | None)]
+TemplateValues = Annotated[
+    dict[str, Any] | None, PlainValidator(_template_values, json_schema_input_type=dict[str, Any] | None)
+]
 
 
 class ChatRequest(GenerationRequest):
@@ -96,7 +119,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Flags = None
+    chat_template_kwargs: TemplateValues = None
 
 
 class Alternative(BaseModel):

@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+from deployments.api.schemas.chat import Messages, TemplateValues
 from deployments.api.schemas.fields import (
     AtLeastOne,
     Body,
@@ -23,11 +24,16 @@ from scoring.loglikelihood import Continuations
 
 
 class ScoringRequest(Body):
-    """Holds a scoring request. `null` means absent except in `items`; only a template without a query needs none."""
+    """Holds a scoring request: `query` and `items`, or one conversation in `messages`. `null` means absent except in
+    `items`; only a template without a query needs none."""
 
     model: Name | None = None
     query: Annotated[str | list[int] | None, text_or_ids(null=True)] = None
-    items: Annotated[list[str] | list[list[int]], texts_or_ids("max_items")]
+    items: Annotated[list[str] | list[list[int]], texts_or_ids("max_items")] = Field(default_factory=list)
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateValues = None
     label_token_ids: Annotated[list[int] | None, ids("max_labels", 1)] = None
     labels: Annotated[list[str] | None, strings("max_labels", "max_name_chars", 1)] = None
     apply_softmax: bool | None = None

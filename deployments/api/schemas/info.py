@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from deployments.api.schemas.chat import Flags, Messages
+from deployments.api.schemas.chat import Messages, TemplateValues
 from deployments.api.schemas.fields import Body, Name, ids, text
 
 
@@ -76,7 +76,7 @@ class TokenizeRequest(Body):
     messages: Messages | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Flags = None
+    chat_template_kwargs: TemplateValues = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

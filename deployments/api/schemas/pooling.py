@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel
 
-from deployments.api.schemas.chat import Flags, Messages
+from deployments.api.schemas.chat import Messages, TemplateValues
 from deployments.api.schemas.fields import AtLeastOne, Body, Name, Priority, Salt, one_of, prompts
 from deployments.api.schemas.generation import PromptTokensDetails
 
@@ -25,7 +25,7 @@ class PoolingInput(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Flags = None
+    chat_template_kwargs: TemplateValues = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
 

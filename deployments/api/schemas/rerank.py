@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, PlainValidator, RootModel, ValidationInfo
 
+from deployments.api.schemas.chat import content_text
 from deployments.api.schemas.fields import (
     Body,
     Count,
@@ -25,11 +26,17 @@ SIDES = ("left", "right")
 
 
 def texts_or_objects(limit: str) -> Any:
-    """Returns a validator of `[str | object]`. The ranked field of an object is chosen later, by `rank_fields`."""
+    """Returns a validator of `[str | object]`. The ranked field of an object is chosen later, by `rank_fields`.
+
+    An object whose `content` is a list of text parts is the text of its parts; in place of the whole list it is one
+    document a part, as vLLM reads it.
+    """
 
     def check(value: object, info: ValidationInfo) -> list[Document] | None:
         if value is None:
             return None
+        if isinstance(value, dict) and isinstance(value.get("content"), list):
+            value = value["content"]
         if not isinstance(value, list):
             raise refused("a list of strings or objects", describe(value))
         check_size(value, 1, bound(info, limit))
@@ -39,11 +46,25 @@ def texts_or_objects(limit: str) -> Any:
     return PlainValidator(check, json_schema_input_type=list[str | dict[str, Any]] | None)
 
 
+def text_or_parts() -> Any:
+    """Returns a validator of a string, of a text part, or of an object whose `content` is a list of text parts."""
+
+    def check(value: object, info: ValidationInfo) -> object:
+        if isinstance(value, dict):
+            content = value.get("content")
+            return content_text(content if isinstance(content, list) else [value], bound(info, "max_string_chars"))
+        return check_string(value, 0, bound(info, "max_string_chars"))
+
+    return PlainValidator(check, json_schema_input_type=str | dict[str, Any])
+
+
 def _document(entry: object, maximum: int, index: int) -> Document:
     if not isinstance(entry, dict):
         return check_string(entry, 0, maximum, f" or an object at [{index}]")
-    if any(entry.get(name) is not None for name in IMAGES) or isinstance(entry.get("content"), list):
-        raise refused("documents of text alone", f"parts or images at [{index}]", "unsupported_parameter")
+    if isinstance(parts := entry.get("content"), list):
+        entry = {"text": content_text(parts, maximum)}
+    if any(entry.get(name) is not None for name in IMAGES):
+        raise refused("documents of text alone", f"images at [{index}]", "unsupported_parameter")
     for value in entry.values():
         if isinstance(value, str):
             check_string(value, 0, maximum, f" in the object at [{index}]")
@@ -59,7 +80,7 @@ class RerankRequest(Body):
     """Holds `documents` (Cohere, Jina, vLLM, SGLang) or `texts` (text-embeddings-inference). `null` means absent."""
 
     model: Name | None = None
-    query: Annotated[str, text()]
+    query: Annotated[str, text_or_parts()]
     documents: Annotated[list[Document] | None, texts_or_objects("max_items")] = None
     texts: Annotated[list[str] | None, strings("max_items", "max_string_chars", 1, 0)] = None
     rank_fields: Annotated[list[str] | None, strings("max_items", "max_name_chars", 1)] = None
@@ -75,6 +96,8 @@ class RerankRequest(Body):
     truncate: bool | None = None
     truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_side)] = None
     raw_scores: bool | None = None
+    use_activation: bool | None = None
+    activation: bool | None = None
     priority: Annotated[int, one_of(lambda x: 0 <= x <= 999, "in [0, 999]")] | None = None
     cache_salt: Salt | None = None
     max_chunks_per_doc: int | None = None

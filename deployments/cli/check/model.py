@@ -25,6 +25,7 @@ from engine.model.checkpoint import (
 )
 from engine.model.checkpoint_audit import BadCheckpoint, CheckpointAudit
 from engine.model.compatibility import UnsupportedModel
+from engine.model.file_digests import verify_files
 from engine.model.loader import UnsupportedDraft, check_pair
 from engine.tokenizer.tokenizer import load_tokenizer
 from scoring.templates import compile_templates
@@ -51,6 +52,7 @@ def check(args: AppArgs, where: str) -> tuple[ModelMemory | None, list[Finding]]
         folder = find_folder(args.model)
         config = read_config(folder, args.model.max_model_len, args.model.head)
         audit = audit_files(folder, config, args.model)
+        verify_files(folder, weights=False)
         longest = model_length(folder, config, args.model)
     except (ModelNotFound, BadCheckpoint, UnsupportedModel) as refused:
         return None, [error(place, str(refused))]

@@ -1,10 +1,13 @@
 """The closed list of errors."""
 
 import pickle
-from typing import get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 
+from deployments.api.app import build_api
+from deployments.config.settings import ApiSettings
 from deployments.errors import (
     ERROR_KINDS,
     ApiError,
@@ -17,6 +20,7 @@ from deployments.errors import (
 )
 from deployments.protocol import Failure
 from engine.requests import EngineError, ErrorCode
+from tests.support.toy_model import ByteTokenizer
 
 
 def test_every_code_has_a_status_and_every_engine_code_a_code() -> None:
@@ -65,3 +69,22 @@ def test_values_are_described_without_their_text() -> None:
         "a list of 1 entries", "an object of 1 fields",
     ]  # fmt: skip
     assert path_of(("items", 3, "text")) == "items[3].text"
+
+
+async def test_openai_errors_have_status_400_where_ours_have_422(
+    make_client: Any, backend: Any, settings: ApiSettings
+) -> None:
+    """The code, the message and every other status stay the same."""
+    ours, theirs = (
+        make_client(build_api(backend, ByteTokenizer(), replace(settings, openai_errors=openai)))
+        for openai in (False, True)
+    )
+    bad = {"query": "q", "items": ["a"], "label_token_ids": ["x"]}
+    for path, body in (("/generative_scoring", bad), ("/v1/completions", {"prompt": "a", "n": -1})):
+        first, second = await ours.post(path, body), await theirs.post(path, body)
+        assert (first.status_code, second.status_code) == (422, 400)
+        assert first.json()["error"] == second.json()["error"]
+    assert (await theirs.post("/nothing", {})).status_code == 404
+    routes = (await theirs.http.get("/openapi.json")).json()["paths"]
+    post = routes["/rerank"]["post"]["responses"]
+    assert "422" not in post and "invalid_value" in post["400"]["description"]

@@ -262,11 +262,12 @@ async def test_a_tokenizer_alone_proves_no_prompt_and_the_named_lines_work(bare_
     assert refused.status_code == 404
     message = refused.json()["message"]
     lines = re.findall(r"`([a-z]+: \{.*?\})`", message)
-    assert len(lines) == 4, message
-    for given in (lines[:1], lines[1:2], lines[2:]):
+    assert len(lines) == 5, message
+    for given, labels in ((lines[:1], 2), (lines[1:2], 2), (lines[2:3], 2), (lines[3:], 2)):
         sections = yaml.safe_load("\n".join(given))
         found, _ = chosen(bare_folder, **sections)
-        assert found.source == "configuration" and found.template is not None and len(found.template.labels) == 2
+        assert found.source == "configuration" and found.template is not None
+        assert len(found.template.labels) == labels
     client = await service(bare_folder, **yaml.safe_load(lines[1]))
     assert await prompt_source(client) == "configuration"
     await answered(client, "/rerank", query="q", documents=["d"])

@@ -109,6 +109,37 @@ TEI = {
 }  # fmt: skip
 
 
+PARTS = [{"type": "text", "text": text} for text in DOCS]
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        [{"text": text} for text in DOCS],
+        PARTS,
+        [{"content": [part]} for part in PARTS],
+        [{"content": [{"type": "text", "text": half} for half in (text[:2], text[2:])]} for text in DOCS],
+        {"content": PARTS},
+    ],
+)
+@pytest.mark.parametrize("query", ["q", {"type": "text", "text": "q"}, {"content": [{"type": "text", "text": "q"}]}])
+async def test_content_parts_are_their_text(client: Any, documents: Any, query: Any) -> None:
+    plain = await ranks(client, return_documents=True, query="q", documents=DOCS)
+    found = await ranks(client, return_documents=True, query=query, documents=documents)
+    assert found["results"] == plain["results"]
+
+
+async def test_vllms_use_activation_is_the_opposite_of_raw_scores(client: Any) -> None:
+    raw = await client.post("/rerank", {"query": "q", "texts": DOCS, "raw_scores": True})
+    for name in ("use_activation", "activation"):
+        body: dict[str, Any] = {"query": "q", "documents": DOCS}
+        found = await ranks(client, **body | {name: False})
+        assert [result["relevance_score"] for result in found["results"]] == [one["score"] for one in raw.json()]
+        assert (await ranks(client, **body | {name: True}))["results"] != found["results"]
+    body = {"query": "q", "documents": DOCS, "raw_scores": True, "use_activation": True}
+    assert (await client.post("/rerank", body)).status_code == 422
+
+
 async def test_cohere_v2(client: Any, backend: Any, label_logprob: Any) -> None:
     found = await ranks(client, "/v2/rerank", **COHERE_2)
     assert [result["index"] for result in found["results"]] == list(expected(label_logprob, DOCS))[:2]

@@ -143,7 +143,7 @@ def test_two_request_models_of_one_name_are_refused() -> None:
         a: int
 
     other = create_model("One", b=(str, ...))
-    schemas = Schemas(FastAPI())
+    schemas = Schemas(FastAPI(), {})
     assert schemas.body(One) == schemas.body(One)
     with pytest.raises(ValueError, match="called One"):
         schemas.body(other)

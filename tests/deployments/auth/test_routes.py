@@ -274,7 +274,7 @@ async def test_a_careless_look_at_the_key_would_be_seen(
 
 async def test_a_route_without_a_rule_is_closed_to_every_key(keyed: Any, ask: Any, secret: str) -> None:
     world = keyed()
-    Routes(world.app, _api(world.app)).get("/debug", info.healthz, Alive)
+    Routes(world.app, _api(world.app), {}).get("/debug", info.healthz, Alive)
     assert (await ask(world.app, "GET", "/debug")).status == 401
     assert (await ask(world.app, "GET", "/debug", secret)).status == 403
     assert {path for path, _ in world.routes} - set(NEEDS) == {"/debug"}

@@ -29,6 +29,7 @@ from engine.model.checkpoint_audit import (
 from engine.model.compatibility import UnsupportedModel
 from engine.model.loader import load_model
 from tests.engine.model.conftest import CONFIGS
+from tests.support import head_models
 from tests.support import model_folders as folders
 
 CPU = torch.device("cpu")
@@ -128,6 +129,34 @@ def test_every_change_of_every_tensor_is_refused(tiny_models: Any, name: str, tm
         module = what.split()[0].removesuffix(".weight").rpartition(".")[2]
         named = (module, "experts.gate_up_proj")  # the library joins the experts' projections into one tensor
         assert any(name in str(refused.value) for name in named), what
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_every_change_of_every_tensor_of_a_classifier_is_refused(family: str, tmp_path: Path) -> None:
+    """The head's too: renamed, it would be drawn at random."""
+    made = head_models.sequence_classifier(head_models.config_of(family, num_hidden_layers=1, num_labels=2))
+    made.save_pretrained(tmp_path)
+    config, headers = read_config(tmp_path, None), read_headers(tmp_path)
+    compare(headers, config)
+    assert "score.weight" in headers
+    for what, changed in mutants(headers):
+        with pytest.raises(BadCheckpoint):
+            pytest.fail(f"{what}: taken as {compare(changed, config)}")
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"])
+@pytest.mark.parametrize("change", ["deleted", "renamed"])
+def test_start_up_and_check_refuse_a_changed_file_alike(name: str, change: str, tmp_path: Path) -> None:
+    folder = folders.save(tmp_path / "model", folders.llama())
+    if change == "deleted":
+        folders.without(folder, name)
+    else:
+        folders.renamed(folder, lambda key: f"{key}_" if key == name else key)
+    with pytest.raises(BadCheckpoint) as refused:
+        load(folder)
+    assert checked(folder) == [str(refused.value)]
 
 
 @pytest.mark.parametrize("fault", ["missing", "unexpected", "mismatched"])

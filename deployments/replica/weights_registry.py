@@ -1,0 +1,128 @@
+"""Lets the replicas of an application compare their weights before one becomes ready.
+
+Answers of one application come from any of its replicas, and a request may be split over several. A replica joins the
+application's registry, one Ray actor, with the digest of its weights (`engine.model.weights_digest`). It is refused
+while another replica of the same configuration serves other weights.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayActorError
+
+log = logging.getLogger("ray.serve")
+NAMESPACE = "assay"
+ALIVE_S = 2.0  # a member that does not answer within this time lives: it is busy
+ATTEMPTS = 3
+
+
+class OtherWeights(RuntimeError):
+    """This replica's weights are not those that another replica of the application serves."""
+
+
+class Member(NamedTuple):
+    """Holds one replica that joined."""
+
+    digest: str
+    handle: Any  # of its Ray actor
+
+
+async def is_alive(handle: Any) -> bool:
+    """Returns whether a Ray actor still runs."""
+    try:
+        async with asyncio.timeout(ALIVE_S):
+            await handle.__ray_ready__.remote()
+    except TimeoutError:
+        return True
+    except RayActorError:
+        return False
+    return True
+
+
+class WeightsRegistry:
+    """Remembers which weights the replicas of an application serve. The first replica of a configuration decides.
+
+    A configuration is what the operator wrote in `model` and `speculation`: a rollout to another model is another one.
+    """
+
+    def __init__(self, alive: Callable[[Any], Awaitable[bool]] = is_alive) -> None:
+        self._alive = alive
+        self._members: dict[str, dict[str, Member]] = {}
+        self._lock = asyncio.Lock()
+
+    async def join(self, configuration: str, replica: str, digest: str, handle: Any) -> str | None:
+        """Lets a replica join.
+
+        Args:
+            configuration: The options that decide which weights are right.
+            replica: The replica's name.
+            digest: The digest of its weights.
+            handle: The replica's actor, which may end without leaving.
+
+        Returns:
+            The name of a living replica with other weights; None if there is none, and the replica has joined.
+        """
+        async with self._lock:
+            members = self._members.setdefault(configuration, {})
+            for name, member in tuple(members.items()):
+                if member.digest != digest and name != replica:
+                    if await self._alive(member.handle):
+                        return name
+                    del members[name]
+            members[replica] = Member(digest, handle)
+            return None
+
+    async def leave(self, replica: str) -> bool:
+        """Forgets a replica that stops. Returns whether another one is left."""
+        async with self._lock:
+            for members in self._members.values():
+                members.pop(replica, None)
+            return any(self._members.values())
+
+
+class WeightsPeers:
+    """Joins the registry of an application from within one of its replicas, which is a Ray actor."""
+
+    def __init__(self, application: str, replica: str) -> None:
+        self._name = f"assay-weights-{application}"
+        self._replica = replica
+
+    async def join(self, configuration: str, digest: str) -> None:
+        """Joins with the digest of this replica's weights.
+
+        Raises:
+            OtherWeights: Another replica serves other weights.
+        """
+        handle = ray.get_runtime_context().current_actor
+        other = await self._call("join", configuration, self._replica, digest, handle)
+        if other is not None:
+            raise OtherWeights(
+                f"The weights of this replica (digest {digest[:12]}) are not those of replica {other}, which serves "
+                "the same configuration: the files under `model.path` differ between machines, or were changed in "
+                "place. Make them the same everywhere; to serve new files, deploy them under another path."
+            )
+
+    async def leave(self) -> None:
+        """Leaves. The registry ends with its last member."""
+        try:
+            if not await self._call("leave", self._replica):
+                ray.kill(self._actor())
+        except RayActorError:
+            log.info("The registry of weights has ended already.")
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        for attempt in range(ATTEMPTS):
+            try:
+                return await getattr(self._actor(), method).remote(*args)
+            except RayActorError:  # it ended with its last member just now
+                if attempt == ATTEMPTS - 1:
+                    raise
+        return None
+
+    def _actor(self) -> Any:
+        """Returns the registry of the application, which the first caller starts."""
+        options = {"lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_restarts": -1}
+        return ray.remote(WeightsRegistry).options(name=self._name, namespace=NAMESPACE, **options).remote()

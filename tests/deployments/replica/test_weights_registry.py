@@ -1,0 +1,90 @@
+"""Two replicas with different weights never both become ready."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+
+from deployments.config.app_args import AppArgs
+from deployments.replica.replica import ReplicaServer
+from deployments.replica.weights_registry import NAMESPACE, OtherWeights, WeightsPeers, WeightsRegistry
+from tests.support.toy_model import ToyModel
+
+
+class Alive:
+    """Says which handles are those of living replicas."""
+
+    def __init__(self) -> None:
+        self.dead: set[str] = set()
+
+    async def __call__(self, handle: Any) -> bool:
+        await asyncio.sleep(0)
+        return handle not in self.dead
+
+
+async def test_the_first_replica_decides_and_others_join_or_are_refused_by_its_name() -> None:
+    alive = Alive()
+    registry = WeightsRegistry(alive)
+    assert await registry.join("m", "a", "1", "A") is None
+    assert await registry.join("m", "b", "1", "B") is None
+    assert await registry.join("m", "c", "2", "C") == "a"
+    assert await registry.join("other", "c", "2", "C") is None  # a rollout to another model
+    alive.dead = {"A"}
+    assert await registry.join("m", "d", "2", "D") == "b"
+    alive.dead = {"A", "B"}
+    assert await registry.join("m", "d", "2", "D") is None
+    assert await registry.join("m", "a", "1", "A2") == "d"
+    assert await registry.leave("d") and not await registry.leave("c")
+
+
+@pytest.mark.parametrize("replicas", [2, 7])
+async def test_of_replicas_that_join_together_one_kind_is_let_in(replicas: int) -> None:
+    registry = WeightsRegistry(Alive())
+    joins = [registry.join("m", f"{index}", f"{index % 2}", index) for index in range(replicas)]
+    refused = [found is not None for found in await asyncio.gather(*joins)]
+    assert refused == [index % 2 == 1 for index in range(replicas)]
+
+
+class Process:
+    """A process that starts a replica of the toy model, as Serve's own do."""
+
+    def __init__(self, name: str, spread: float) -> None:
+        os.environ["ASSAY_TEST_FAULTS"] = "1"
+        args = AppArgs.model_validate({"model": {"path": "toy"}, "router": {"link": "off"}})
+        self._server = ReplicaServer(args, name, peers=WeightsPeers("registry-test", name))
+        self._spread = spread
+
+    async def start(self) -> str | None:
+        """Returns why the replica does not become ready."""
+        try:
+            await self._server.start(ToyModel(spread=self._spread))
+        except OtherWeights as refused:
+            return str(refused)
+        return None
+
+    async def stop(self) -> None:
+        await self._server.leave()
+        self._server.stop()
+
+
+@pytest.mark.full
+def test_replicas_of_ray_with_other_weights_are_never_both_ready(cluster: Callable[..., str]) -> None:
+    kind = ray.remote(Process)
+    first, second, third = (kind.options(num_cpus=0).remote(name, spread) for name, spread in
+                            (("first", 2.5), ("second", 2.5), ("third", 1.5)))  # fmt: skip
+    ready = ray.get([first.start.remote(), third.start.remote()], timeout=60)
+    assert sorted(one is None for one in ready) == [False, True]
+    refused, other = (third, "first") if ready[0] is None else (first, "third")
+    message = ready[1] or ready[0]
+    assert f"replica {other}" in message and "model.path" in message
+    same = ray.get(second.start.remote(), timeout=60)
+    assert (same is None) == (other == "first")
+    for actor in {first, second, third} - {refused} if other == "first" else {third}:
+        ray.get(actor.stop.remote(), timeout=60)
+    assert "assay-weights-registry-test" not in [
+        one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE
+    ]
+    assert ray.get(kind.options(num_cpus=0).remote("fourth", 1.5).start.remote(), timeout=60) is None

@@ -1,0 +1,117 @@
+"""Lists what this build serves, from the models that the tests hold against their references.
+
+    python -m tools.served_models            rewrites deployments/cli/served_models.json and the table of
+                                             docs/guides/which-models.md
+    python -m tools.served_models --check    exits with 1 if one of them is not current
+
+An architecture is listed if a test compares it with the library, and start-up does not refuse it.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from deployments.cli.models import COLUMNS, FILE, SupportedModel
+from engine.model.architectures import find_kind
+from engine.model.compatibility import UnsupportedModel
+from tests.deployments.api.test_published_layouts import GUARDS, LAYOUTS, Layout
+from tests.engine.model.conftest import CONFIGS
+from tests.engine.model.encoder.conftest import ENCODERS
+from tests.support.head_models import FAMILIES, config_of
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "guides" / "which-models.md"
+BEGIN, END = "<!-- table: python -m tools.served_models -->\n", "<!-- end of table -->\n"
+LM, SEQUENCE = "language model", "sequence"
+TESTS = {
+    "causal": "tests/engine/model/test_last_layer.py",
+    "sequence": "tests/engine/model/heads/test_sequence_heads.py",
+    "encoder": "tests/engine/model/encoder/test_encoder_model.py",
+    "layout": "tests/deployments/api/test_published_layouts.py",
+}
+
+
+def served_models() -> list[SupportedModel]:
+    """Returns the rows: published layouts first, then architectures by head."""
+    sequence = {name: (lambda name=name: config_of(name)) for name in FAMILIES}
+    return [
+        *_layouts(LAYOUTS),
+        *_layouts(GUARDS),
+        *_architectures(CONFIGS, AutoModelForCausalLM, LM, TESTS["causal"]),
+        *_architectures(sequence, AutoModelForSequenceClassification, SEQUENCE, TESTS["sequence"]),
+        *_architectures(ENCODERS, AutoModelForSequenceClassification, SEQUENCE, TESTS["encoder"]),
+    ]
+
+
+def _layouts(layouts: Mapping[str, Layout]) -> Iterator[SupportedModel]:
+    for name, layout in layouts.items():
+        rerank = layout.configured.get("rerank", {})
+        if layout.files:
+            source = "repository (sentence-transformers)"
+        elif "method" in rerank:
+            source = f"rerank.template: {rerank['template']}, rerank.method: {rerank['method']}"
+        elif rerank:
+            source = f"rerank.template: {rerank['template']}"
+        else:
+            source = f"chat template, template: {name}"
+        yield SupportedModel(
+            _class_name(AutoModelForCausalLM, layout.config()), LM, source, f"{TESTS['layout']}[{name}]"
+        )
+
+
+def _architectures(
+    configs: Mapping[str, Callable[[], Any]], auto: Any, head: str, test: str
+) -> Iterator[SupportedModel]:
+    """Yields each architecture of a test once, if it is served."""
+    names: dict[str, None] = {}
+    for make in configs.values():
+        config = make()
+        config.architectures = [_class_name(auto, config)]
+        try:
+            find_kind(config)
+        except UnsupportedModel:
+            continue
+        names[config.architectures[0]] = None
+    for name in sorted(names):
+        yield SupportedModel(name, head, "rerank.template" if head == LM else "none needed, or rerank.template", test)
+
+
+def _class_name(auto: Any, config: Any) -> str:
+    return str(auto._model_mapping[type(config)].__name__)
+
+
+def contents() -> dict[Path, str]:
+    """Returns the files that are generated, and their texts."""
+    rows = served_models()
+    text = PAGE.read_text("utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    lines += [f"| `{row.architecture}` | {row.head} | {row.prompt} | `{row.test}` |" for row in rows]
+    table = "\n".join(lines)
+    return {
+        FILE: json.dumps([row._asdict() for row in rows], indent=1) + "\n",
+        PAGE: f"{before}{BEGIN}\n{table}\n\n{END}{after}",
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes or checks the files; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Lists what this build serves, from its tests.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is not current")
+    check = parser.parse_args(arguments).check
+    stale = [file for file, text in contents().items() if not file.is_file() or file.read_text("utf-8") != text]
+    for file in stale:
+        if not check:
+            file.write_text(contents()[file], "utf-8")
+        print(f"{file.relative_to(ROOT)} {'is not current' if check else 'written'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
