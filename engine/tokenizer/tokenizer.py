@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,15 @@ class TokenizerInfo:
     chat_template: str | None
 
 
+class TooManyTokens(ValueError):
+    """Says that texts have more tokens than their caller takes."""
+
+    def __init__(self, count: int, maximum: int) -> None:
+        super().__init__(count, maximum)
+        self.count = count
+        self.maximum = maximum
+
+
 class Tokenizer(ABC):
     """Encodes and decodes text. Thread-safe; encoding may take milliseconds, so an event loop uses an executor."""
 
@@ -41,8 +50,21 @@ class Tokenizer(ABC):
     _special: frozenset[int]  # ids that `skip_special_tokens` leaves out
 
     @abstractmethod
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
-        """Returns the ids of each text. `plain`: strings of control tokens are ordinary characters."""
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False, max_tokens: int | None = None
+    ) -> list[list[int]]:
+        """Returns the ids of each text.
+
+        Args:
+            texts: The texts.
+            add_special_tokens: Apply the tokenizer's own rule for the ends of a text.
+            plain: Strings of control tokens are ordinary characters.
+            max_tokens: Tokens of all texts together. More are counted and not made into lists, which would hold the
+                interpreter; None takes any number.
+
+        Raises:
+            TooManyTokens: The texts have more than `max_tokens`.
+        """
 
     @abstractmethod
     def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
@@ -126,9 +148,12 @@ class FastTokenizer(Tokenizer):
             chat_template=_default_template(loaded.chat_template),
         )
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False, max_tokens: int | None = None
+    ) -> list[list[int]]:
         backend = self._plain if plain else self._backend
         found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        _check_count(found, max_tokens)
         return [encoding.ids for encoding in found]
 
     def encode_spans(self, text: str, *, plain: bool = False) -> Encoded:
@@ -182,10 +207,14 @@ class ByteTokenizer(Tokenizer):
         self._controls = ControlTokens({text: token for token, text in self._SPECIAL.items()})
         self._names = {token: self._controls.names[text] for token, text in self._SPECIAL.items()}
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False, max_tokens: int | None = None
+    ) -> list[list[int]]:
         head = [self.BOS] if add_special_tokens else []
         names = self._names if plain else self._SPECIAL
-        return [head + self._encode(text, names) for text in texts]
+        found = [head + self._encode(text, names) for text in texts]
+        _check_count(found, max_tokens)
+        return found
 
     @staticmethod
     def _encode(text: str, names: dict[int, str]) -> list[int]:
@@ -238,6 +267,12 @@ class ByteTokenizer(Tokenizer):
         return TokenizerInfo(
             tokenizer_class="ByteTokenizer", bos_token="<bos>", eos_token="<eos>", pad_token=None, chat_template=None
         )
+
+
+def _check_count(encoded: Sequence[Sized], max_tokens: int | None) -> None:
+    count = sum(map(len, encoded))
+    if max_tokens is not None and count > max_tokens:
+        raise TooManyTokens(count, max_tokens)
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:

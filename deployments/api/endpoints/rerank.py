@@ -5,6 +5,7 @@ label, whose logit is the score. It builds one `engine.requests.PoolingRequest` 
 one number.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.responses import Response
@@ -87,8 +88,7 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     ranking = _rank(handler, body, documents, rows, scores, odds, request_id)
     report_items(handler, context, rows.truncated)
     size = context.body_bytes + ENTRY_BYTES * len(ranking.order)
-    answer = await handler.off_loop(size, _answer, body, card, documents, ranking, context.route)
-    return await handler.off_loop(size, handler.json, context, answer)
+    return await handler.sized_json(context, size, partial(_answer, body, card, documents, ranking, context.route))
 
 
 def can_rank(card: ModelCard, prompt: RerankPrompt) -> bool:

@@ -44,11 +44,11 @@ async def scoring(handler: RequestHandler, context: RequestContext) -> Response:
     report_items(handler, context, rows.truncated)
     report_label_mass(handler, context, scores)
 
-    def encode() -> Response:
+    def make() -> dict[str, Any]:
         truncated = (scores.truncated_tokens > 0).tolist()
-        return handler.json(context, _answer(card, scores.probabilities.tolist(), score_usage(scores), truncated))
+        return _answer(card, scores.probabilities.tolist(), score_usage(scores), truncated)
 
-    return await handler.off_loop(scores.probabilities.nbytes, encode)
+    return await handler.sized_json(context, scores.probabilities.nbytes, make)
 
 
 def _prompt_spec(handler: RequestHandler, body: ScoreBody) -> PromptSpec:

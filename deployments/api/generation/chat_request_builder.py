@@ -58,12 +58,14 @@ async def chat_ids(
     context: RequestContext,
     body: ChatRequest | TokenizeRequest | ClassifyRequest,
     messages: Sequence[Message],
+    limit: str = "max_request_tokens",
 ) -> list[int]:
-    """Renders and encodes the messages of `body`, off the event loop.
+    """Renders and encodes the messages of `body`, off the event loop. `limit`: of their tokens.
 
     Raises:
         ApiError: There is no chat template, or a field is wrong.
         ScoringError: The chat template refuses the messages.
+        TooManyTokens: The messages have more than the limit.
     """
     template, prompting = _template(handler), body.add_generation_prompt is not False
     flags = body.chat_template_kwargs
@@ -79,7 +81,8 @@ async def chat_ids(
             continue_final_message=bool(body.continue_final_message),
             flags=flags,
         )
-        return encode_parts(handler.tokenizer, parts, add_special_tokens=bool(body.add_special_tokens))
+        special, maximum = bool(body.add_special_tokens), handler.limits[limit]
+        return encode_parts(handler.tokenizer, parts, add_special_tokens=special, max_tokens=maximum)
 
     async with handler.deadline(context, handler.settings.deadlines.generation_s):
         with handler.stage(context, "tokenize"):

@@ -31,6 +31,13 @@ THROUGHPUT = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 # One machine has one HAProxy, which is notified of a stopping ingress immediately. Serve's default of 30 s is for load
 # balancers that poll.
 ONE_MACHINE = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5"}
+# HAProxy sends a request again, to another ingress, if its ingress died before it answered: answers are functions of
+# their requests. A request that is larger than the buffer is not kept.
+REPLAY = {
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response junk-response",
+    "RAY_SERVE_HAPROXY_RETRIES": "3",
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(256 << 10),
+}
 MAX_HAPROXY_THREADS = 4
 HAPROXY_PORTS = (  # beside the service's own
     "RAY_SERVE_HAPROXY_METRICS_PORT",
