@@ -31,6 +31,7 @@ from deployments.quarantine import Quarantine
 from deployments.replica.replica import ReplicaServer, package_versions
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.drain import DrainWatcher, names_of
+from deployments.routing.frozen_replica_watch import FrozenReplicaWatch
 from deployments.routing.handle_transport import HandleTransport
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.link_transport import LinkTransport
@@ -101,6 +102,7 @@ class Ingress:
             ),
             QuarantineBroadcast(quarantine, broadcast_of(replica), loads, self._metrics.quarantined),
             LoopLagMonitor(self._metrics.loop_lagged),
+            FrozenReplicaWatch(self._health, loads, self._backend.leave),
             self._health,
             self._keys,
             *links,

@@ -108,7 +108,14 @@ def filled(text: str, maximum: int) -> str:
 @pytest.fixture
 async def api(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., FastAPI]]:
     """`api(**limits)`: the application over a toy model, with limits that differ from the defaults."""
-    for name in ("RAISE", "NAN", "INF", "EMPTY", "HANG", "KILL"):  # no token of the vocabulary is one of the toy's faults
+    for name in (
+        "RAISE",
+        "NAN",
+        "INF",
+        "EMPTY",
+        "HANG",
+        "KILL",
+    ):  # no token is a fault
         monkeypatch.setattr(toy_model, name, VOCABULARY + getattr(toy_model, name))
     args = AppArgs.model_validate(ARGS)
     server = ReplicaServer(args, "r1")
@@ -207,18 +214,18 @@ def search() -> dict[str, list[dict[str, Any]]]:
 
 # A byte of a request: bytes of its answer, microseconds of processor time. A generation of the shortest prompt is what
 # tenants are charged for, by admission and quota; every other route is bounded by what it is sent.
-GENERATED = (400_000.0, 250_000.0)
+GENERATED = (600_000.0, 500_000.0)
 BOUNDS: dict[str, tuple[float, float]] = {
-    "/tokenize": (25.0, 25.0),
-    "/detokenize": (8.0, 10.0),
+    "/tokenize": (25.0, 5.0),
+    "/detokenize": (5.0, 2.0),
     "/v1/completions": GENERATED,
     "/v1/chat/completions": GENERATED,
-    "/generative_scoring": (2_500.0, 2_500.0),
-    "/v1/score": (1_500.0, 1_000.0),
-    "/rerank": (30.0, 500.0),
-    "/v1/rerank": (30.0, 500.0),
-    "/v2/rerank": (5.0, 500.0),
-    "/v1/decisions": (20.0, 500.0),
+    "/generative_scoring": (3_000.0, 10_000.0),
+    "/v1/score": (1_500.0, 2_000.0),
+    "/rerank": (25.0, 50.0),
+    "/v1/rerank": (25.0, 50.0),
+    "/v2/rerank": (5.0, 5.0),
+    "/v1/decisions": (5.0, 50.0),
 }
 
 
@@ -232,7 +239,11 @@ async def worst(app: FastAPI, path: str, bodies: list[dict[str, Any]]) -> tuple[
 
 
 @pytest.mark.full
-@pytest.mark.risk("S1", figure="a byte of a request is at most FIGURE")
+@pytest.mark.risk(
+    "S1",
+    figure="a byte of a request: 18 bytes of the answer and 0.4 us at /tokenize, 2,051 and 1.9 ms at "
+    "/generative_scoring, 427,053 and 0.17 s of the shortest generation with all log-probabilities; answers < 64 MiB",
+)
 async def test_no_route_gives_much_for_a_byte(api: Callable[..., FastAPI]) -> None:
     app = api()
     bodies = search()

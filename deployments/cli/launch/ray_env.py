@@ -22,6 +22,8 @@ LOCAL = PROXY_CALLBACK | {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
+    # A replica that fails its health checks is killed. Serve would wait for `drain` to pass before it starts another.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(REPLY_BYTES),
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
