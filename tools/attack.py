@@ -52,8 +52,8 @@ GOOD: dict[str, dict[str, Any]] = {
 PROBE = ("/generative_scoring", GOOD["/generative_scoring"])
 ODD: list[Any] = [
     None, True, 0, -1, 1e308, -0.0, 2**63, -(2**64), 0.1, "", "a" * 3000, "\u0000", "\U0001f600" * 50,
-    "\u0301" * 500, "<|end|>", [], [[]], [None], [0] * 500, ["a"] * 500, [1, "a"], {}, {"a": {"b": []}}, {"type": "x"}, [{}],
-    [[1], ["a"]],
+    "\u0301" * 500, "<|end|>", [], [[]], [None], [0] * 500, ["a"] * 500, [1, "a"], {}, {"a": {"b": []}}, {"type": "x"},
+    [{}], [[1], ["a"]],
 ]  # fmt: skip
 JUNK = (
     b"",
