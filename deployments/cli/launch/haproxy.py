@@ -26,6 +26,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from importlib import util
 from pathlib import Path
 from typing import NoReturn
@@ -47,7 +48,7 @@ ERRORS = {  # by status: code and message, in the form of our own errors
 }
 PR_SET_PDEATHSIG = 1
 SECOND = ".second"  # behind the names of the second process's files
-AGAIN_S = 0.2  # before a second process that ended is started again
+AGAIN_S, MAX_AGAIN_S = 0.1, 10.0  # before a second process that ended is started again; longer if it never runs
 
 
 class HAProxyMissing(RuntimeError):
@@ -207,9 +208,11 @@ def supervise(owner: int, binary: str, file: Path) -> None:
 
     signal.signal(signal.SIGUSR1, retire)
     options = ["-sf", str(before["process"])] if before else []
+    again_s = AGAIN_S
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
         watched = os.pidfd_open(owner)
         while True:
+            started = time.monotonic()
             process = subprocess.Popen(
                 [binary, "-db", "-f", str(config), *options], preexec_fn=lambda: _signal_with_parent(signal.SIGTERM)
             )
@@ -222,7 +225,8 @@ def supervise(owner: int, binary: str, file: Path) -> None:
                 process.terminate()
                 process.wait()
                 return
-            if retired or _ended_within(watched, AGAIN_S):
+            again_s = AGAIN_S if time.monotonic() - started > MAX_AGAIN_S else min(2 * again_s, MAX_AGAIN_S)
+            if retired or _ended_within(watched, again_s):
                 return
 
 
@@ -231,11 +235,12 @@ def _ended_first(watched: int, process: "subprocess.Popen[bytes]") -> bool:
     own = os.pidfd_open(process.pid)
     try:
         ready, _, _ = select.select([watched, own], [], [])
-        return watched in ready
     finally:
         os.close(own)
-        if watched not in ready:
-            process.wait()
+    if watched in ready:
+        return True
+    process.wait()
+    return False
 
 
 def _ended_within(watched: int, seconds: float) -> bool:
