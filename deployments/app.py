@@ -32,6 +32,7 @@ from deployments.replica.replica import ReplicaServer, package_versions
 from deployments.replica.weights_registry import WeightsPeers
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.drain import DrainWatcher, names_of
+from deployments.routing.frozen_replica_watch import FrozenReplicaWatch
 from deployments.routing.handle_transport import HandleTransport
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.link_transport import LinkTransport
@@ -106,6 +107,7 @@ class Ingress:
             ),
             QuarantineBroadcast(quarantine, broadcast_of(replica), loads, self._metrics.quarantined),
             LoopLagMonitor(self._metrics.loop_lagged),
+            FrozenReplicaWatch(self._health, loads, self._backend.leave),
             self._health,
             self._keys,
             *links,

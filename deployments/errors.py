@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from deployments.protocol import Failure
 from engine.requests import EngineError, ErrorCode
+from engine.tokenizer.tokenizer import TooManyTokens
 from gpu_sampler.sampling_params import ParamError
 from scoring.errors import ItemError, ScoringError
 
@@ -213,6 +214,12 @@ def unsupported(field: str, why: str = "is not supported by this server") -> Api
     return ApiError("unsupported_parameter", f"`{field}` {why}. Leave it out.", field)
 
 
+def too_many_tokens(count: int, maximum: int, limit: str, field: str | None = None) -> ApiError:
+    """Returns the error for text of more tokens than a limit of the configuration allows."""
+    message = f"The request's text must be at most {maximum} tokens (`limits.{limit}`). Given: {count}."
+    return ApiError("request_too_large", message, field)
+
+
 def from_failure(failure: Failure | EngineError) -> ApiError:
     """Returns the error for a request that a replica refused or lost."""
     code: Any = ErrorCode(failure.code)
@@ -224,7 +231,7 @@ def from_item_error(error: ItemError, field: str) -> ApiError:
     return ApiError(error.code.value, error.message, field)
 
 
-def as_api_error(error: ApiError | EngineError | ParamError | ScoringError) -> ApiError:
+def as_api_error(error: ApiError | EngineError | ParamError | ScoringError | TooManyTokens) -> ApiError:
     """Returns the HTTP error for an error of any of our packages."""
     match error:
         case ApiError():
@@ -233,6 +240,8 @@ def as_api_error(error: ApiError | EngineError | ParamError | ScoringError) -> A
             return from_failure(error)
         case ScoringError():
             return ApiError(error.code.value, error.message, error.field)
+        case TooManyTokens():
+            return too_many_tokens(error.count, error.maximum, "max_request_tokens")
     return ApiError("invalid_value", str(error), error.field)
 
 

@@ -23,6 +23,9 @@ class WireLimits:
     max_stop: int = 16
     max_stop_chars: int = 256
     max_answer_cells: int = 1_000_000
+    max_answer_bytes: int = 67_108_864
+    max_tokenize_bytes: int = 2_097_152
+    max_tokenize_tokens: int = 262_144
     max_string_chars: int = 2_000_000
     max_name_chars: int = 256
 

@@ -37,7 +37,11 @@ class RenderedPart(NamedTuple):
 
 
 def encode_parts(
-    tokenizer: TokenizerProtocol, parts: Sequence[RenderedPart], *, add_special_tokens: bool = False
+    tokenizer: TokenizerProtocol,
+    parts: Sequence[RenderedPart],
+    *,
+    add_special_tokens: bool = False,
+    max_tokens: int | None = None,
 ) -> list[int]:
     """Encodes one rendered text. Adjacent text parts are tokenised as one run.
 
@@ -45,12 +49,13 @@ def encode_parts(
         tokenizer: Encodes the text.
         parts: The rendered text.
         add_special_tokens: Add the tokenizer's own special tokens; a second begin token is left out.
+        max_tokens: The tokenizer raises its own error beyond so many.
 
     Returns:
         The token ids.
     """
     text = "".join(tokenizer.mark(part.text) if part.control else part.text for part in parts)
-    [ids] = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens, plain=True)
+    [ids] = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens, plain=True, max_tokens=max_tokens)
     twice = add_special_tokens and tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
     return ids[1:] if twice else ids
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from deployments.cli.launch.ray_env import PROXY_CALLBACK
+from deployments.cli.launch.ray_env import KILL_UNHEALTHY, PROXY_CALLBACK
 
 pytest.register_assert_rewrite("tests.deployments")  # fixtures' assertions are reported like those of tests
 
@@ -29,6 +29,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
     **PROXY_CALLBACK,
+    **KILL_UNHEALTHY,
 )
 
 

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from deployments.api.json_answer import AnswerTooLarge, JsonResponse, encode
 from deployments.api.middleware import internal_error
 from deployments.api.prompt_formats import chat_source, compile_chat, decision_prompts, option_limits
 from deployments.api.request_context import ClientGone, RequestContext, context_of, deadline_exceeded
@@ -28,7 +29,7 @@ from deployments.observability.ingress_metrics import IngressMetrics, Stage
 from deployments.protocol import Backend, ModelCard
 from engine.model.heads.info import HeadInfo, HeadKind
 from engine.requests import EngineError
-from engine.tokenizer.tokenizer import Tokenizer
+from engine.tokenizer.tokenizer import Tokenizer, TooManyTokens
 from gpu_sampler.sampling_params import ParamError
 from scoring.errors import ScoringError
 from scoring.guards import find_guard
@@ -189,10 +190,32 @@ class RequestHandler:
         self.observer.stage("head", head_s)
 
     def json(self, context: RequestContext, body: object, status: int = 200) -> Response:
-        """Returns a JSON response. NaN and infinity become null."""
+        """Returns a JSON response. NaN and infinity become null. For small bodies: it runs on the event loop."""
         with self.stage(context, "encode"):
             data = to_json(body, inf_nan_mode="null")
         return Response(data, status, media_type="application/json")
+
+    async def sized_json(self, context: RequestContext, size: int, make: Callable[[], object]) -> Response:
+        """Returns a JSON response, made off the event loop and in pieces if it is large.
+
+        Args:
+            context: The request.
+            size: The rough size of the answer in bytes.
+            make: Makes the body.
+
+        Raises:
+            ApiError: The answer is larger than `limits.max_answer_bytes` (413).
+        """
+        if size <= OFF_LOOP_BYTES:
+            return self.json(context, make())
+        with self.stage(context, "encode"):
+            maximum = self.limits["max_answer_bytes"]
+            try:
+                pieces = await self.in_thread(lambda: encode(make(), maximum))
+            except AnswerTooLarge:
+                message = f"The answer must be at most {maximum} bytes (`limits.max_answer_bytes`). Ask for less."
+                raise ApiError("request_too_large", message) from None
+        return JsonResponse(pieces)
 
 
 Endpoint = Callable[[RequestHandler, RequestContext], Awaitable[Response]]
@@ -206,7 +229,7 @@ def endpoint(handler: RequestHandler, function: Endpoint) -> Callable[[Request],
         context.path_params = request.path_params
         try:
             return await _unless_gone(_run(function(handler, context)), request.receive)
-        except (ApiError, EngineError, ParamError, ScoringError) as error:
+        except (ApiError, EngineError, ParamError, ScoringError, TooManyTokens) as error:
             return context.fail(as_api_error(error)).response(context.request_id)
         except ClientGone:
             handler.observer.disconnected("queued")

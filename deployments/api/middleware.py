@@ -151,15 +151,13 @@ class RequestMiddleware:
     async def _with_body(
         self, scope: Scope, receive: Receive, send: Send, context: RequestContext, length: int | None
     ) -> None:
-        maximum = self._settings.limits.wire.max_body_bytes
-        if context.key.limits.max_body_bytes is not None:
-            maximum = min(maximum, context.key.limits.max_body_bytes)
-        self._check_room(length, maximum)
+        maximum, limit = self._max_body(context)
+        self._check_room(length, maximum, limit)
         if context.route not in _NO_WORK:
             self._check_open(context.timeout_s(self._settings.deadlines.max_s), context.tenant)
         self._requests += 1
         try:
-            context.body = await self._read(receive, length, maximum, context)
+            context.body = await self._read(receive, length, maximum, limit, context)
             context.body_bytes = len(context.body)
             self._body_bytes += context.body_bytes
             self._observer.body(context.body_bytes)
@@ -169,6 +167,16 @@ class RequestMiddleware:
             self._requests -= 1
             self._body_bytes -= context.body_bytes
             self._observer.body(-context.body_bytes)
+
+    def _max_body(self, context: RequestContext) -> tuple[int, str]:
+        """Returns the bytes that the body may have, and the limit that says so."""
+        wire, own = self._settings.limits.wire, context.key.limits.max_body_bytes
+        limits = [(wire.max_body_bytes, "limits.max_body_bytes")]
+        if own is not None:
+            limits.append((own, "max_body_bytes of the key"))
+        if context.route in _NO_WORK:
+            limits.append((wire.max_tokenize_bytes, "limits.max_tokenize_bytes"))
+        return min(limits)
 
     def _check_headers(self, headers: Headers, context: RequestContext) -> int | None:
         """Returns the declared body length, None for a chunked body. Raises ApiError for invalid headers."""
@@ -208,20 +216,22 @@ class RequestMiddleware:
             return ApiError("method_not_allowed", message, headers={"allow": ", ".join(methods)})
         return ApiError("not_found", "There is no such route. See /openapi.json for those that exist.")
 
-    def _check_room(self, length: int | None, maximum: int) -> None:
+    def _check_room(self, length: int | None, maximum: int, limit: str) -> None:
         if length is not None and length > maximum:
-            raise _too_large(maximum)
+            raise _too_large(maximum, limit)
         full = self._requests >= self._settings.max_inflight_requests
         if full or self._body_bytes + (length or 0) > self._settings.max_inflight_body_bytes:
             raise ApiError("overloaded", "Too many requests are in flight. Try again later.", retry_after_s=1)
 
-    async def _read(self, receive: Receive, length: int | None, maximum: int, context: RequestContext) -> bytes:
+    async def _read(
+        self, receive: Receive, length: int | None, maximum: int, limit: str, context: RequestContext
+    ) -> bytes:
         """Reads the whole body and counts it while reading, because a declared length may be wrong."""
-        limit = self._settings.deadlines.scoring_s
+        limit_s = self._settings.deadlines.scoring_s
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(context.timeout_s(limit)):
+            async with asyncio.timeout(context.timeout_s(limit_s)):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -229,12 +239,12 @@ class RequestMiddleware:
                     part = message.get("body", b"")
                     size += len(part)
                     if size > maximum:
-                        raise _too_large(maximum)
+                        raise _too_large(maximum, limit)
                     parts.append(part)
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
-            raise deadline_exceeded(context.limit_s(limit)) from None
+            raise deadline_exceeded(context.limit_s(limit_s)) from None
         if length is not None and size != length:
             raise ApiError(
                 "invalid_header",
@@ -261,8 +271,9 @@ def _check_media(headers: Headers) -> None:
         raise ApiError("unsupported_media_type", "`content-type` must be application/json.", "content-type")
 
 
-def _too_large(maximum: int) -> ApiError:
-    return ApiError("body_too_large", f"The body must be at most {maximum} bytes. Send less in one request.")
+def _too_large(maximum: int, limit: str) -> ApiError:
+    message = f"The body must be at most {maximum} bytes (`{limit}`). Send less in one request."
+    return ApiError("body_too_large", message)
 
 
 def internal_error() -> ApiError:

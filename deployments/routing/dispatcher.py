@@ -6,7 +6,7 @@ same replica share a call.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from deployments.config.app_args import AppArgs
@@ -152,6 +152,11 @@ class Dispatcher:
     def _admit(self, call: AnyCall, blocks: int = 1) -> None:
         with self._metrics.timed("admit"):
             self._admission.admit(call, blocks)
+
+    def leave(self, replicas: Collection[str]) -> None:
+        """Moves what is under way at these replicas to others."""
+        self._caller.leave(replicas)
+        self.streams.leave(replicas)
 
     def check_open(self, timeout_s: float, tenant: str) -> None:
         self._admission.check_open(timeout_s, tenant)

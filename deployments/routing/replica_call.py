@@ -119,6 +119,11 @@ def cut_short() -> RetryableError:
     return RetryableError("unavailable", replica_lost(), isolated=True)
 
 
+def left_behind() -> RetryableError:
+    """Returns the error of a call whose replica answers no canary. It casts no suspicion on the request."""
+    return RetryableError("unavailable", replica_lost())
+
+
 def handed_off() -> RetryableError:
     return RetryableError("handoff", replica_lost())
 
@@ -149,6 +154,8 @@ class ReplicaCaller:
         self._selector = selector
         self._admission = admission
         self._metrics = metrics
+        self._alarms: dict[int, asyncio.Timeout] = {}  # by ticket of a call that waits for its reply
+        self._left: set[int] = set()  # tickets of calls whose replica was left
 
     def rank(self, call: AnyCall, exclude: Collection[str] = ()) -> tuple[str, ...]:
         """Returns the replicas for the call, best first."""
@@ -185,17 +192,29 @@ class ReplicaCaller:
         first = common(call)
         try:
             with self.errors(route):
-                async with asyncio.timeout(first.timeout_s + GRACE_S):
+                async with asyncio.timeout(first.timeout_s + GRACE_S) as alarm:
+                    self._alarms[route.ticket] = alarm
                     reply: object = await response
         except TimeoutError:
             response.cancel()
-            raise deadline_passed() from None
+            raise (left_behind() if route.ticket in self._left else deadline_passed()) from None
         except asyncio.CancelledError:
             response.cancel()
             raise
+        finally:
+            self._alarms.pop(route.ticket, None)
+            self._left.discard(route.ticket)
         self.report_load(route, reply)
         check(reply, first.isolated)
         return reply
+
+    def leave(self, replicas: Collection[str]) -> None:
+        """Ends the calls that wait for these replicas, so that they are sent to others."""
+        now = asyncio.get_running_loop().time()
+        for ticket, alarm in self._alarms.items():
+            if self.loads.where(ticket) in replicas and not alarm.expired():
+                self._left.add(ticket)
+                alarm.reschedule(now)
 
     def check_others(self, error: RetryableError, call: AnyCall, tried: set[str]) -> None:
         """Raises ApiError `overloaded` once every replica was too busy, with the time until one will not be."""

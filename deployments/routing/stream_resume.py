@@ -7,7 +7,7 @@ with long chunks.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from deployments.routing.replica_call import (
     check,
     cut_short,
     handed_off,
+    left_behind,
     unexpected,
 )
 from deployments.routing.retry import RetryPolicy, RetryState
@@ -240,7 +241,16 @@ class ResumableStreams:
     def _why(self, stream: "_OpenStream") -> Exception:
         if stream.until is None:
             return deadline_passed()
+        if stream.left_behind and not self._cut:
+            return left_behind()
         return ended_by_drain() if self._cut else handed_off()
+
+    def leave(self, replicas: Collection[str]) -> None:
+        """Moves the streams of these replicas to others."""
+        for stream in self._open:
+            if self._caller.loads.where(stream.ticket) in replicas:
+                stream.left_behind = True
+                stream.give_up(self._loop.time())
 
     def _replicas_changed(self, joined: frozenset[str], left: frozenset[str]) -> None:
         """Runs in the router's thread."""
@@ -259,6 +269,7 @@ class _OpenStream:
     def __init__(self, ticket: int) -> None:
         self.ticket = ticket
         self.until: float | None = None
+        self.left_behind = False  # its replica answers no canary
         self.alarm: asyncio.Timeout | None = None
 
     def give_up(self, at: float) -> None:

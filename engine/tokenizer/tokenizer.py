@@ -1,7 +1,7 @@
 """Tokenizer: text to ids and back, by the fast tokenizer of a model folder."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,15 @@ class TokenizerInfo:
     eos_token: str | None
     pad_token: str | None
     chat_template: str | None
+
+
+class TooManyTokens(ValueError):
+    """Says that texts have more tokens than their caller takes."""
+
+    def __init__(self, count: int, maximum: int) -> None:
+        super().__init__(count, maximum)
+        self.count = count
+        self.maximum = maximum
 
 
 class Tokenizer:
@@ -103,10 +112,25 @@ class Tokenizer:
             chat_template=_default_template(loaded.chat_template),
         )
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
-        """Returns the ids of each text. `plain`: strings of control tokens are ordinary characters."""
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False, max_tokens: int | None = None
+    ) -> list[list[int]]:
+        """Returns the ids of each text.
+
+        Args:
+            texts: The texts.
+            add_special_tokens: Apply the tokenizer's own rule for the ends of a text.
+            plain: Strings of control tokens are ordinary characters.
+            max_tokens: Tokens of all texts together. More are counted and not made into lists, which would hold the
+                interpreter; None takes any number.
+
+        Raises:
+            TooManyTokens: The texts have more than `max_tokens`.
+        """
         backend = self._plain if plain else self._backend
-        found = [one.ids for one in backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+        encoded = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        check_count(encoded, max_tokens)
+        found = [one.ids for one in encoded]
         if not plain:
             return found
         seam = self.seam
@@ -176,6 +200,13 @@ class Tokenizer:
         """Makes a decoder for the tokens of one stream."""
         decode = partial(self.decode, skip_special_tokens=False)
         return IncrementalDecoder(decode, self._special if skip_special_tokens else frozenset())
+
+
+def check_count(encoded: Sequence[Sized], max_tokens: int | None) -> None:
+    """Raises TooManyTokens if the texts have more than `max_tokens` together."""
+    count = sum(map(len, encoded))
+    if max_tokens is not None and count > max_tokens:
+        raise TooManyTokens(count, max_tokens)
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.slow
 APP = "zombies"
 HEALTH = {"period_s": 5.0, "timeout_s": 5.0, "step_timeout_s": 10.0, "check_period_s": 2.0, "check_timeout_s": 5.0}
 PERIODS = 2 * HEALTH["period_s"]
+WHOLE_S = 35.0
+ANSWER_S = 5.0  # of a request that has moved
 DROPPED_S = 20.0  # a stall of 10 s and three bad answers, with some room: 10 s of the 30 s are left for a start
 FAULTS = {"hang": (toy_model.HANG,), "device": toy_model.LOSE_DEVICE, "thread": toy_model.END_THREAD, "frozen": ()}
 
@@ -137,3 +139,5 @@ async def test_a_lost_replica_leaves_the_routing_and_is_replaced(url: str, http:
     assert dropped - struck < DROPPED_S
     assert not failed
     assert len(after) == 2 and len(after & before) == 1
+    if fault == "frozen":  # nothing of it answers: only the canaries tell
+        assert replaced - struck < WHOLE_S and longest < PERIODS + ANSWER_S

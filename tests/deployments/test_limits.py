@@ -79,6 +79,10 @@ def padded(k: int) -> bytes:
     return body.replace(b'""', b'"' + b"x" * (k - len(body)) + b'"')
 
 
+def spaced(k: int) -> bytes:
+    return json.dumps({"tokens": [1]}).encode().ljust(k)
+
+
 def named(k: int) -> dict[str, Any]:
     return RERANK | {"rank_fields": ["text", "t" * k], "documents": [{"text": "a", "t" * k: 1}]}
 
@@ -103,6 +107,18 @@ COMPLETIONS, CHATS, GENERATIVE = "/v1/completions", "/v1/chat/completions", "/ge
 CASES = [
     *cases("max_body_bytes", 100, (413, "body_too_large"), [
         ("/tokenize", None, padded),
+    ]),
+    *cases("max_tokenize_bytes", 100, (413, "body_too_large"), [
+        ("/tokenize", None, padded),
+        ("/detokenize", None, spaced),
+    ]),
+    *cases("max_tokenize_tokens", 5, TOO_LARGE, [
+        ("/tokenize", "prompt", lambda k: {"prompt": "a" * k, "add_special_tokens": False}),
+        ("/tokenize", "messages", lambda k: messages("a" * k)),
+        ("/detokenize", "tokens", lambda k: {"tokens": ids(k)}),
+    ]),
+    *cases("max_answer_bytes", 2000, TOO_LARGE, [
+        ("/detokenize", None, lambda k: {"tokens": [97] * (k - len('{"prompt":""}'))}),
     ]),
     *cases("max_json_depth", 4, (400, "invalid_json"), [
         (COMPLETIONS, None, lambda k: COMPLETION | {"user": nested(k - 1)}),

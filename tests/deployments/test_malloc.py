@@ -34,10 +34,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocat
 
 
 @pytest.mark.risk("R13")
+@pytest.mark.risk("R18")
 def test_freed_blocks_go_back_to_the_system() -> None:
     assert left_mb("bounded") < BOUND_MB
 
 
 @pytest.mark.risk("R13", planted=True)
+@pytest.mark.risk("R18", planted=True)
 def test_as_glibc_comes_they_would_stay() -> None:
     assert left_mb("as it comes") > 5 * BOUND_MB

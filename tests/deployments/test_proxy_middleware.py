@@ -1,10 +1,11 @@
 """What Serve does with a request's headers before our application sees it, by Serve's own code."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.serve._private.http_util import (
     RequestIdMiddleware,
@@ -119,6 +120,39 @@ async def test_an_answer_has_one_id_and_the_clients_beside_it(
     assert found.headers["x-request-id"] == found.headers["x-assay-request-id"]
     assert found.headers["x-request-id"].startswith("req-") and found.headers["x-request-id"].encode() in found.body
     assert found.headers.get("x-client-request-id") == client_id
+
+
+READ_BY_US = (
+    b"content-type", b"content-length", b"content-encoding", b"authorization", b"x-request-timeout-seconds", b"expect",
+    b"x-assay-strict", b"transfer-encoding", b"host", b"cookie", b"accept", b"connection", b"origin", b"range",
+)  # fmt: skip
+read_by_us = st.sampled_from(READ_BY_US)
+any_headers = st.lists(
+    st.tuples(
+        names | read_by_us, st.sampled_from((*ODD, b"0", b"-1", b"nan", b"1e9", b"gzip")) | st.binary(max_size=40)
+    ),
+    max_size=12,
+)
+
+
+def answered(app: Any, headers: Headers) -> Any:
+    return asyncio.run(ask(behind_serve(app), "POST", "/v1/completions", headers=headers, body=b'{"prompt": "a"}'))
+
+
+@pytest.mark.risk("F1")
+@settings(max_examples=300)
+@given(headers=any_headers)
+def test_any_headers_are_answered_with_one_id(app: Any, headers: Headers) -> None:
+    found = answered(app, headers)
+    assert found.status in (200, 400, 401, 408, 413, 415), (headers, found.body)
+    assert found.headers["x-request-id"] == found.headers["x-assay-request-id"]
+
+
+@pytest.mark.risk("F1", planted=True)
+def test_a_header_that_is_read_carelessly_would_be_seen(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.api.middleware.parse_timeout", lambda value: float(value.decode("ascii")))
+    with pytest.raises((AssertionError, UnicodeDecodeError)):
+        test_any_headers_are_answered_with_one_id(app=app)
 
 
 async def test_no_header_names_the_servers_id(app: Any) -> None:

@@ -27,7 +27,7 @@ from engine.model.loader import LoadedModels, UnsupportedDraft
 from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s
 from engine.tokenizer.control_tokens import ControlTokens
-from engine.tokenizer.tokenizer import Encoded, PairFrame, Tokenizer, TokenizerInfo, bytes_text
+from engine.tokenizer.tokenizer import Encoded, PairFrame, Tokenizer, TokenizerInfo, bytes_text, check_count
 from engine.utils.cuda import DeviceLost
 
 UInt64s = npt.NDArray[np.uint64]
@@ -239,10 +239,14 @@ class ByteTokenizer(Tokenizer):
         self._controls = ControlTokens({text: token for token, text in self._SPECIAL.items()})
         self._names = {token: self._controls.names[text] for token, text in self._SPECIAL.items()}
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False, max_tokens: int | None = None
+    ) -> list[list[int]]:
         head = [self.BOS] if add_special_tokens else []
         names = self._names if plain else self._SPECIAL
-        return [head + self._encode(text.replace(self.seam, ""), names) for text in texts]
+        found = [head + self._encode(text.replace(self.seam, ""), names) for text in texts]
+        check_count(found, max_tokens)
+        return found
 
     @staticmethod
     def _encode(text: str, names: dict[int, str]) -> list[int]:

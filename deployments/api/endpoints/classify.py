@@ -4,6 +4,7 @@ A request builds one `engine.requests.PoolingRequest`.
 """
 
 import time
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -32,11 +33,8 @@ async def classify(handler: RequestHandler, context: RequestContext) -> Response
     scores = pooled_items(found.rows, found.reply.values, found.reply.status, found.reply.cached, activation)
     check_items(scores.errors, field)
     report_items(handler, context, found.rows.truncated)
-
-    def encode() -> Response:
-        return handler.json(context, _answer(request_id, card, head, scores))
-
-    return await handler.off_loop(scores.probabilities.nbytes, encode)
+    make = partial(_answer, request_id, card, head, scores)
+    return await handler.sized_json(context, scores.probabilities.nbytes, make)
 
 
 def _answer(request_id: str, card: ModelCard, head: HeadInfo, scores: ItemScores) -> dict[str, Any]:

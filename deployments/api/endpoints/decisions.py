@@ -44,7 +44,7 @@ async def decisions(handler: RequestHandler, context: RequestContext) -> Respons
     found = await handler.off_loop(size, _answer, handler, body, card, plan, replies)
     masses = [one["label_mass"] for one in found["answers"] if "label_mass" in one]
     handler.observer.label_mass(context.route, np.array(masses, np.float64))
-    return await handler.off_loop(size, handler.json, context, found)
+    return await handler.sized_json(context, size, lambda: found)
 
 
 async def _prepare(

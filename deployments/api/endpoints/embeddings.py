@@ -4,6 +4,7 @@ A request builds one `engine.requests.PoolingRequest`.
 """
 
 import time
+from typing import Any
 
 from starlette.responses import Response
 
@@ -48,12 +49,12 @@ async def embeddings(handler: RequestHandler, context: RequestContext) -> Respon
     cut = vectors(embedding, found.reply.values, body.dimensions, normalise)
     tokens, cached = row_usage(found.rows, found.reply.cached.tolist())
 
-    def encode() -> Response:
+    def make() -> dict[str, Any]:
         data = [
             {"index": index, "object": "embedding", "embedding": encoded_vector(one, body.encoding_format)}
             for index, one in enumerate(cut)
         ]
-        answer = {
+        return {
             "id": request_id,
             "object": "list",
             "created": int(time.time()),
@@ -61,9 +62,8 @@ async def embeddings(handler: RequestHandler, context: RequestContext) -> Respon
             "data": data,
             "usage": usage(tokens, cached),
         }
-        return handler.json(context, answer)
 
-    return await handler.off_loop(4 * cut.nbytes, encode)
+    return await handler.sized_json(context, 4 * cut.nbytes, make)
 
 
 async def embed(handler: RequestHandler, context: RequestContext) -> Response:
@@ -79,7 +79,7 @@ async def embed(handler: RequestHandler, context: RequestContext) -> Response:
     )
     _check(handler, context, found, "inputs")
     cut = vectors(embedding, found.reply.values, body.dimensions, body.normalize is not False)
-    return await handler.off_loop(4 * cut.nbytes, lambda: handler.json(context, cut.tolist()))
+    return await handler.sized_json(context, 4 * cut.nbytes, cut.tolist)
 
 
 def embedding_of(head: HeadInfo) -> EmbeddingInfo:

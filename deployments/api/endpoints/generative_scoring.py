@@ -61,7 +61,7 @@ async def generative_scoring(handler: RequestHandler, context: RequestContext) -
         size, answer = await _score_labels(handler, context, body, spec, card, request_id)
     else:
         size, answer = await _score_continuations(handler, context, body, body.continuations, spec, card, request_id)
-    return await handler.off_loop(size, handler.json, context, _head(request_id, card, body, template) | answer)
+    return await handler.sized_json(context, size, lambda: _head(request_id, card, body, template) | answer)
 
 
 async def _score_labels(

@@ -64,9 +64,9 @@ async def pooling(handler: RequestHandler, context: RequestContext) -> Response:
     check_items(failed, field)
     report_items(handler, context, found.rows.truncated)
 
-    def encode() -> Response:
+    def make() -> dict[str, Any]:
         tokens, cached = row_usage(found.rows, found.reply.cached.tolist())
-        answer = {
+        return {
             "id": request_id,
             "object": "list",
             "created": int(time.time()),
@@ -74,9 +74,8 @@ async def pooling(handler: RequestHandler, context: RequestContext) -> Response:
             "data": _data(body, head, found),
             "usage": usage(tokens, cached),
         }
-        return handler.json(context, answer)
 
-    return await handler.off_loop(found.reply.values.nbytes * 4, encode)
+    return await handler.sized_json(context, found.reply.values.nbytes * 4, make)
 
 
 def _check_fields(body: PoolingBody, head: HeadInfo) -> None:

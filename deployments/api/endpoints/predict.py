@@ -41,15 +41,15 @@ async def predict(handler: RequestHandler, context: RequestContext) -> Response:
     check_items(scores.errors, "inputs")
     report_items(handler, context, rows.truncated)
 
-    def encode() -> Response:
+    def make() -> object:
         order = np.argsort(-scores.probabilities, axis=1, kind="stable").tolist()
         found = [
             [{"score": one[label], "label": head.labels[label]} for label in labels]
             for one, labels in zip(scores.probabilities.tolist(), order, strict=True)
         ]
-        return handler.json(context, found if body.inputs.batch else found[0])
+        return found if body.inputs.batch else found[0]
 
-    return await handler.off_loop(4 * scores.probabilities.nbytes, encode)
+    return await handler.sized_json(context, 4 * scores.probabilities.nbytes, make)
 
 
 async def _rows(

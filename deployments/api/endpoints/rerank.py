@@ -5,6 +5,7 @@ template's yes and no, or its single label, whose logit is the score. It builds 
 where the model has a pooling head.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.responses import Response
@@ -72,8 +73,7 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     ranking = Ranking(request_id, order, scored.truncated, scored.prompt_tokens, scored.cached_tokens)
     report_items(handler, context, scored.truncated)
     size = context.body_bytes + ENTRY_BYTES * len(ranking.order)
-    answer = await handler.off_loop(size, _answer, body, card, documents, ranking, context.route)
-    return await handler.off_loop(size, handler.json, context, answer)
+    return await handler.sized_json(context, size, partial(_answer, body, card, documents, ranking, context.route))
 
 
 def _documents(handler: RequestHandler, body: RerankRequest, route: str) -> Documents:

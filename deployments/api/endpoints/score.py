@@ -110,13 +110,13 @@ async def _pairs(handler: RequestHandler, context: RequestContext, body: ScoreBo
     )
     report_items(handler, context, found.truncated)
 
-    def encode() -> Response:
+    def make() -> dict[str, Any]:
         numbers = (found.activated if activated else found.raw).tolist()
         data = [
             {"index": index, "object": "score", "score": score} | ({"truncated": True} if cut else {})
             for index, (score, cut) in enumerate(zip(numbers, found.truncated, strict=True))
         ]
-        answer = {
+        return {
             "id": request_id,
             "object": "list",
             "created": int(time.time()),
@@ -124,9 +124,8 @@ async def _pairs(handler: RequestHandler, context: RequestContext, body: ScoreBo
             "data": data,
             "usage": usage(found.prompt_tokens, found.cached_tokens),
         }
-        return handler.json(context, answer)
 
-    return await handler.off_loop(context.body_bytes, encode)
+    return await handler.sized_json(context, context.body_bytes, make)
 
 
 def _pair_spec(
@@ -171,11 +170,11 @@ async def _items(handler: RequestHandler, context: RequestContext, body: ScoreBo
     report_items(handler, context, rows.truncated)
     report_label_mass(handler, context, scores)
 
-    def encode() -> Response:
+    def make() -> dict[str, Any]:
         truncated = (scores.truncated_tokens > 0).tolist()
-        return handler.json(context, _answer(card, scores.probabilities.tolist(), score_usage(scores), truncated))
+        return _answer(card, scores.probabilities.tolist(), score_usage(scores), truncated)
 
-    return await handler.off_loop(scores.probabilities.nbytes, encode)
+    return await handler.sized_json(context, scores.probabilities.nbytes, make)
 
 
 def _prompt_spec(handler: RequestHandler, body: ScoreBody) -> PromptSpec:

@@ -4,6 +4,7 @@ No route here builds a request of the engine.
 """
 
 from dataclasses import asdict
+from typing import Any
 
 from starlette.responses import Response
 
@@ -12,8 +13,10 @@ from deployments.api.handler import TEXT_COST, RequestHandler, check_ids
 from deployments.api.prompt_formats import chat_source
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.info import DetokenizeRequest, TokenizeRequest
-from deployments.errors import invalid
+from deployments.errors import invalid, too_many_tokens
+from engine.tokenizer.tokenizer import TooManyTokens
 
+LIMIT = "max_tokenize_tokens"
 CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
@@ -21,11 +24,17 @@ async def tokenize(handler: RequestHandler, context: RequestContext) -> Response
     """Answers POST /tokenize. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, TokenizeRequest)
     card = await handler.served(body.model)
-    tokens = await (_prompt_ids(handler, body) if body.messages is None else _message_ids(handler, context, body))
-    size = TEXT_COST * len(tokens)
-    texts = await handler.off_loop(size, handler.tokenizer.token_texts, tokens) if body.return_token_strs else None
-    answer = {"count": len(tokens), "max_model_len": card.max_model_len, "tokens": tokens, "token_strs": texts}
-    return handler.json(context, answer)
+    try:
+        tokens = await (_prompt_ids(handler, body) if body.messages is None else _message_ids(handler, context, body))
+    except TooManyTokens as error:
+        field = "prompt" if body.messages is None else "messages"
+        raise too_many_tokens(error.count, error.maximum, LIMIT, field) from None
+
+    def make() -> dict[str, Any]:
+        texts = handler.tokenizer.token_texts(tokens) if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": card.max_model_len, "tokens": tokens, "token_strs": texts}
+
+    return await handler.sized_json(context, TEXT_COST * len(tokens), make)
 
 
 async def _prompt_ids(handler: RequestHandler, body: TokenizeRequest) -> list[int]:
@@ -36,14 +45,15 @@ async def _prompt_ids(handler: RequestHandler, body: TokenizeRequest) -> list[in
             raise invalid(field, "absent without `messages`", "given")
     special = body.add_special_tokens is not False
     size = TEXT_COST * len(body.prompt)
-    [tokens] = await handler.off_loop(size, handler.tokenizer.encode_batch, [body.prompt], add_special_tokens=special)
+    encode, maximum = handler.tokenizer.encode_batch, handler.limits[LIMIT]
+    [tokens] = await handler.off_loop(size, encode, [body.prompt], add_special_tokens=special, max_tokens=maximum)
     return tokens
 
 
 async def _message_ids(handler: RequestHandler, context: RequestContext, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         raise invalid("messages", "absent with `prompt`", "both")
-    return await chat_ids(handler, context, body, body.messages or [])
+    return await chat_ids(handler, context, body, body.messages or [], LIMIT)
 
 
 async def detokenize(handler: RequestHandler, context: RequestContext) -> Response:
@@ -52,11 +62,13 @@ async def detokenize(handler: RequestHandler, context: RequestContext) -> Respon
     card = await handler.served(body.model)
     if body.tokens is None:
         raise invalid("tokens", "a list of integers", "null")
+    if len(body.tokens) > handler.limits[LIMIT]:
+        raise too_many_tokens(len(body.tokens), handler.limits[LIMIT], LIMIT, "tokens")
     check_ids("tokens", body.tokens, card.vocab_size)
-    text = await handler.off_loop(
-        8 * len(body.tokens), handler.tokenizer.decode, body.tokens, skip_special_tokens=False
+    decode, tokens = handler.tokenizer.decode, body.tokens
+    return await handler.sized_json(
+        context, TEXT_COST * len(tokens), lambda: {"prompt": decode(tokens, skip_special_tokens=False)}
     )
-    return handler.json(context, {"prompt": text})
 
 
 async def tokenizer_info(handler: RequestHandler, context: RequestContext) -> Response:

@@ -61,8 +61,9 @@ async def chat_ids(
     body: ChatRequest | TokenizeRequest | PoolingInput | ScoringRequest,
     messages: Sequence[Message],
     answer: str = "",
+    limit: str = "max_request_tokens",
 ) -> list[int]:
-    """Renders and encodes the messages of `body`, off the event loop.
+    """Renders and encodes the messages of `body`, off the event loop. `limit`: of their tokens.
 
     Args:
         handler: Holds the chat template.
@@ -74,6 +75,7 @@ async def chat_ids(
     Raises:
         ApiError: There is no chat template, or a field is wrong.
         ScoringError: The chat template refuses the messages.
+        TooManyTokens: The messages have more than the limit.
     """
     template, prompting = _template(handler), body.add_generation_prompt is not False
     values = body.chat_template_kwargs
@@ -90,7 +92,8 @@ async def chat_ids(
             values=values,
         )
         parts += [RenderedPart(answer, False)] if answer else []
-        return encode_parts(handler.tokenizer, parts, add_special_tokens=bool(body.add_special_tokens))
+        special, maximum = bool(body.add_special_tokens), handler.limits[limit]
+        return encode_parts(handler.tokenizer, parts, add_special_tokens=special, max_tokens=maximum)
 
     async with handler.deadline(context, handler.settings.deadlines.generation_s):
         with handler.stage(context, "tokenize"):

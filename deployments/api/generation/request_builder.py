@@ -312,8 +312,9 @@ async def _encode(handler: RequestHandler, body: CompletionRequest, context: Req
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     special = body.add_special_tokens is not False
     size, limit_s = TEXT_COST * sum(map(len, texts)), handler.settings.deadlines.generation_s
+    encode, maximum = handler.tokenizer.encode_batch, handler.limits["max_request_tokens"]
     prompts = await handler.tokenize(
-        context, limit_s, size, handler.tokenizer.encode_batch, texts, add_special_tokens=special
+        context, limit_s, size, encode, texts, add_special_tokens=special, max_tokens=maximum
     )
     for index, prompt in enumerate(prompts):
         if not prompt:

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -192,7 +193,7 @@ async def answer(run: GenerationRun, body: GenerationRequest) -> Response:
     async with handler.deadline(context, handler.settings.deadlines.generation_s):
         merged = await _collect(run)
     run.ended()
-    return await handler.off_loop(run.size(), _whole, run, merged)
+    return await handler.sized_json(context, run.size(), partial(_whole, run, merged))
 
 
 async def _collect(run: GenerationRun) -> list[list[Delta]]:
@@ -237,9 +238,9 @@ async def _replies(run: GenerationRun) -> AsyncIterator[AsyncIterator[tuple[Prom
             await close()
 
 
-def _whole(run: GenerationRun, merged: list[list[Delta]]) -> Response:
+def _whole(run: GenerationRun, merged: list[list[Delta]]) -> dict[str, Any]:
     choices = [run.format.merged(run.plan, choice, merged[choice.index]) for choice in run.choices]
-    return run.handler.json(run.context, {**run.head(run.format.whole), "choices": choices, "usage": run.usage()})
+    return {**run.head(run.format.whole), "choices": choices, "usage": run.usage()}
 
 
 async def _stream(run: GenerationRun, usage: bool, continuous: bool) -> AsyncIterator[bytes]:

@@ -1,22 +1,32 @@
 """Prepares HAProxy for fast mode on one machine, and is the launcher that Ray starts in place of its binary.
 
-Ray writes HAProxy's configuration itself, again at every change. The launcher closes four gaps: the ports of metrics
-and statistics are on all interfaces whatever `http_options.host` says; the files have fixed paths, which two clusters
-of one machine would share; the admin socket is open to every user of the machine; and HAProxy outlives a Ray that was
-killed. The launcher and the files are in a folder that only its owner can enter.
+Ray writes HAProxy's configuration itself, again at every change, and starts a new process with it. The launcher closes
+the gaps: the ports of metrics and statistics are on all interfaces whatever `http_options.host` says; the files have
+fixed paths, which two clusters of one machine would share; the admin socket is open to every user of the machine;
+HAProxy outlives a Ray that was killed; a request whose body comes behind its headers is not sent again when its ingress
+dies; what HAProxy says itself is plain text; and one HAProxy is one process, whose end closes the port. The launcher
+and the files are in a folder that only its owner can enter.
+
+Beside the process that Ray knows, a second one with the same routes listens on the same port (SO_REUSEPORT). A
+supervisor starts it again if it ends, hands over to that of the next configuration, and ends it with its owner.
 
 The launcher runs this file by itself, without the package, so it uses the standard library only.
 """
 
+import contextlib
 import ctypes
+import json
 import os
 import re
+import select
 import shlex
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
+import time
 from importlib import util
 from pathlib import Path
 from typing import NoReturn
@@ -26,7 +36,19 @@ FOLDER = "/tmp"  # short, because a socket path may have 97 bytes and Ray adds 6
 LAUNCHER = "haproxy"
 OPEN_BIND = re.compile(r"^(\s*bind\s+)(?:\*|0\.0\.0\.0|\[?::\]?)?:(\d+)(.*)$")
 FRONTENDS = ("frontend prometheus", "listen stats")  # which must not be open to other machines
+STATS_SOCKET = re.compile(r"^(\s*stats socket )(\S+)(.*)$", re.MULTILINE)
+ERROR_FILE = re.compile(r"^(\s*errorfile )(\d+) \S+$", re.MULTILINE)
+RETRY_ON = re.compile(r"^(\s*)retry-on .*$", re.MULTILINE)
+# A request is sent again only if all of it was read before, and fits into `tune.bufsize`.
+BUFFERED = ("option http-buffer-request", "timeout http-request 60s")
+ERRORS = {  # by status: code and message, in the form of our own errors
+    502: ("replica_lost", "The process that worked on this request was lost."),
+    503: ("no_replica", "No process of the service answers. Try again later."),
+    504: ("replica_lost", "The process that worked on this request did not answer in time."),
+}
 PR_SET_PDEATHSIG = 1
+SECOND = ".second"  # behind the names of the second process's files
+AGAIN_S, MAX_AGAIN_S = 0.1, 10.0  # before a second process that ended is started again; longer if it never runs
 
 
 class HAProxyMissing(RuntimeError):
@@ -50,10 +72,13 @@ def find_binary() -> Path:
 
 
 def prepare(binary: Path) -> tuple[Path, Path]:
-    """Makes a private folder for one cluster's HAProxy, with the launcher. The caller removes the folder."""
+    """Makes a private folder for one cluster's HAProxy, with the launcher. The caller removes the folder.
+
+    The second process ends with this one.
+    """
     folder = Path(tempfile.mkdtemp(prefix="assay-", dir=FOLDER))
     launcher = folder / LAUNCHER
-    command = shlex.join((sys.executable, "-I", str(Path(__file__).resolve()), str(binary)))
+    command = shlex.join((sys.executable, "-I", str(Path(__file__).resolve()), str(os.getpid()), str(binary)))
     launcher.write_text(f'#!/bin/sh\nexec {command} "$@"\n', "utf-8")
     launcher.chmod(stat.S_IRWXU)
     return folder, launcher
@@ -83,21 +108,158 @@ def _bound(config: str, section: str) -> bool:
     return start >= 0 and bool(re.match(rf"{section}\n\s*bind\s+{re.escape(LOOPBACK)}:\d+", config[start:]))
 
 
-def launch(arguments: list[str]) -> NoReturn:
-    """Closes the configuration that `-f` names, then becomes HAProxy, which ends with its parent.
+def replaying(config: str, folder: Path) -> str:
+    """Lets HAProxy read small requests whole, so that it can send them again, and answer as we do where it must.
 
     Args:
-        arguments: HAProxy's binary and its options.
+        config: As Ray wrote it. Its `retry-on` says when a request is sent again.
+        folder: Receives a file for each status that HAProxy answers itself.
     """
-    binary, *options = arguments
+    missing = "".join(f"\n    {line}" for line in BUFFERED if line not in config)
+    config = RETRY_ON.sub(lambda found: found[0] + missing, config, count=1)
+    for status, (code, message) in ERRORS.items():
+        _error_file(folder, status).write_bytes(_error_answer(code, message))
+    return ERROR_FILE.sub(lambda found: f"{found[1]}{found[2]} {_error_file(folder, int(found[2]))}", config)
+
+
+def _error_file(folder: Path, status: int) -> Path:
+    return folder / f"{status}.http"
+
+
+def _error_answer(code: str, message: str) -> bytes:
+    """Returns a whole HTTP answer. It has no request id, as no process of ours gave one."""
+    error = {"message": message, "type": "server_error", "param": None, "code": code, "details": []}
+    body = json.dumps({"error": error, "request_id": None}).encode("utf-8")
+    head = (
+        "HTTP/1.1 503 Service Unavailable",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "retry-after: 1",
+        "x-should-retry: true",
+        "connection: close",
+    )
+    return "\r\n".join((*head, "", "")).encode("ascii") + body
+
+
+def second(config: str) -> str:
+    """Returns the configuration of the second process: the same routes, without ports and sockets of its own."""
+    lines, section = [], ""
+    for line in config.splitlines():
+        section = line.strip() if line and not line[0].isspace() else section
+        if section not in FRONTENDS:
+            lines.append(line)
+    return STATS_SOCKET.sub(lambda found: f"{found[1]}{found[2]}{SECOND}{found[3]}", "\n".join(lines)) + "\n"
+
+
+def launch(owner: int, binary: str, options: list[str]) -> NoReturn:
+    """Changes the configuration that `-f` names, starts the second process, and becomes HAProxy.
+
+    When its parent dies, HAProxy takes no more connections and finishes those that it has.
+
+    Args:
+        owner: The process with which the second HAProxy ends.
+        binary: HAProxy's.
+        options: HAProxy's.
+    """
     file = Path(options[options.index("-f") + 1])
-    beside = file.with_name(f"{file.name}.{os.getpid()}")
-    beside.write_text(closed(file.read_text("utf-8")), "utf-8")
-    os.replace(beside, file)
+    config = replaying(closed(file.read_text("utf-8")), file.parent)
+    _replace(file, config)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    os.execv(binary, [binary, *options])
+        _replace(file.with_name(file.name + SECOND), second(config))
+        _detached([sys.executable, "-I", str(Path(__file__).resolve()), "second", str(owner), binary, str(file)])
+        _signal_with_parent(signal.SIGUSR1)
+    os.execv(binary, [binary, *(option for option in options if option != "-dR")])  # -dR: no SO_REUSEPORT
+
+
+def _replace(file: Path, text: str) -> None:
+    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    beside.write_text(text, "utf-8")
+    os.replace(beside, file)
+
+
+def _detached(command: list[str]) -> None:
+    """Starts a process that is no child of HAProxy, which would not wait for its end."""
+    if os.fork() == 0:
+        subprocess.Popen(command, start_new_session=True)
+        os._exit(0)
+    os.wait()
+
+
+def _signal_with_parent(number: signal.Signals) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def supervise(owner: int, binary: str, file: Path) -> None:
+    """Keeps the second process running until `owner` ends, or the supervisor of the next configuration takes over.
+
+    Args:
+        owner: A process.
+        binary: HAProxy's.
+        file: The configuration of the first process.
+    """
+    config = file.with_name(file.name + SECOND)
+    record = file.with_name("second.json")
+    before = _read(record)
+    retired = False
+
+    def retire(number: int, frame: object) -> None:
+        nonlocal retired
+        retired = True
+
+    signal.signal(signal.SIGUSR1, retire)
+    options = ["-sf", str(before["process"])] if before else []
+    again_s = AGAIN_S
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        watched = os.pidfd_open(owner)
+        while True:
+            started = time.monotonic()
+            process = subprocess.Popen(
+                [binary, "-db", "-f", str(config), *options], preexec_fn=lambda: _signal_with_parent(signal.SIGTERM)
+            )
+            _replace(record, json.dumps({"supervisor": os.getpid(), "process": process.pid}))
+            if before:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(before["supervisor"], signal.SIGUSR1)
+            before, options = None, []
+            if _ended_first(watched, process):
+                process.terminate()
+                process.wait()
+                return
+            again_s = AGAIN_S if time.monotonic() - started > MAX_AGAIN_S else min(2 * again_s, MAX_AGAIN_S)
+            if retired or _ended_within(watched, again_s):
+                return
+
+
+def _ended_first(watched: int, process: "subprocess.Popen[bytes]") -> bool:
+    """Waits for the end of either, and says whether it was that of the watched one."""
+    own = os.pidfd_open(process.pid)
+    try:
+        ready, _, _ = select.select([watched, own], [], [])
+    finally:
+        os.close(own)
+    if watched in ready:
+        return True
+    process.wait()
+    return False
+
+
+def _ended_within(watched: int, seconds: float) -> bool:
+    return bool(select.select([watched], [], [], seconds)[0])
+
+
+def _read(record: Path) -> dict[str, int] | None:
+    """Returns the supervisor and the second process before this one, if both run still."""
+    try:
+        found: dict[str, int] = json.loads(record.read_text("utf-8"))
+        command = Path(f"/proc/{found['supervisor']}/cmdline").read_bytes()
+        os.kill(found["process"], 0)
+    except (OSError, ValueError):
+        return None
+    return found if str(record.parent).encode("utf-8") in command else None
 
 
 if __name__ == "__main__":
-    launch(sys.argv[1:])
+    if sys.argv[1] == "second":
+        supervise(int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    else:
+        launch(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

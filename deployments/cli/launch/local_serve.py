@@ -89,7 +89,7 @@ class LocalService:
         folder = folder or Path(tempfile.mkdtemp(prefix="assay-"))
         wanted = ray_env.LOCAL | (ray_env.THROUGHPUT | ray_env.ONE_MACHINE if self.fast else {})
         try:
-            ray_env.adopt(wanted | (ray_env.haproxy_ports() if launcher else {}))
+            ray_env.adopt(wanted | (ray_env.REPLAY | ray_env.haproxy_ports() if launcher else {}))
             if launcher:
                 os.environ.update(
                     ray_env.haproxy(folder, launcher)

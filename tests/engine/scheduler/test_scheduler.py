@@ -193,3 +193,46 @@ async def test_no_request_is_preempted_more_than_twice_before_its_full_need_is_t
     await rig.together(*(generate_job([n] * 5, max_tokens=40) for n in range(7)))
     assert late
     assert all(late)
+
+
+async def steps_until_served(make_rig: MakeRig, generate_job: MakeJob) -> tuple[int, int]:
+    """Counts steps until a small generation has ended beside rows that fill the table, and until all have."""
+    rig = make_rig(num_slots=4_000, max_running=8, max_model_len=400)
+    many = [asyncio.create_task(rig.run(generate_job([n, 1, 2], max_tokens=300, tenant="many"))) for n in range(16)]
+    while rig.model.steps < 20:
+        await asyncio.sleep(0)
+    before = rig.model.steps
+    await rig.run(generate_job([9, 9, 9], max_tokens=5, tenant="one"))
+    served = rig.model.steps - before
+    await asyncio.gather(*many)
+    return served, rig.model.steps - before
+
+
+@pytest.mark.risk("R17")
+async def test_a_tenant_gets_its_share_of_the_rows(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    served, every = await steps_until_served(make_rig, generate_job)
+    assert served < 30 < every
+
+
+@pytest.mark.risk("R17", planted=True)
+async def test_rows_that_are_never_yielded_would_be_seen(
+    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.scheduler.scheduler.Scheduler._share_rows", lambda self: True)
+    served, _ = await steps_until_served(make_rig, generate_job)
+    assert served > 100
+
+
+async def test_yielded_rows_go_on_with_the_same_tokens(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    rig = make_rig(num_slots=4_000, max_running=4, max_model_len=400)
+    jobs = [generate_job([n, 1, 2], max_tokens=60, seed=n, tenant="many") for n in range(4)]
+    alone = [(await rig.run(job)).tokens for job in jobs]
+    again = [generate_job([n, 1, 2], max_tokens=60, seed=n, tenant="many") for n in range(4)]
+    many = [asyncio.create_task(rig.run(job)) for job in again]
+    while rig.model.steps < 70:
+        await asyncio.sleep(0)
+    for n in range(3):
+        await rig.run(generate_job([7, n], max_tokens=3, tenant="one"))
+    beside = [one.tokens for one in await asyncio.gather(*many)]
+    assert rig.engine.stats().preemptions > 0
+    assert all(np.array_equal(*pair) for pair in zip(alone, beside, strict=True))

@@ -1,20 +1,30 @@
 """HAProxy of fast mode on one machine: closed ports, a folder of its own, an end with its parent."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deployments.cli.launch import haproxy, ray_env
 
 CONFIG = """global
     stats socket /x/admin.sock mode 666 level admin
+defaults
+    mode http
+    retry-on conn-failure empty-response
+    errorfile 502 /x/500.http
+    errorfile 503 /x/500.http
 frontend prometheus
     bind :9101
     mode http
@@ -134,7 +144,7 @@ def test_the_launcher_closes_the_file_and_its_proxy_ends_with_its_parent(tmp_pat
             assert parent.stdout is not None
             child, said = parent.stdout.readline().split()
             assert said == b"up"
-            assert config.read_text() == haproxy.closed(CONFIG)
+            assert config.read_text() == haproxy.replaying(haproxy.closed(CONFIG), tmp_path)
             watched = os.pidfd_open(int(child))
             parent.send_signal(signal.SIGKILL)
         _ended(watched)
@@ -149,3 +159,213 @@ def _ended(watched: int) -> None:
     ready, _, _ = select.select([watched], [], [], 20)
     os.close(watched)
     assert ready
+
+
+# HAProxy itself, over servers that die: what Ray's own configuration says about retries, and our lines.
+SERVING = """global
+    stats socket {folder}/admin.sock mode 600 level admin expose-fd listeners
+    tune.bufsize 262144
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 60s
+    timeout server 60s
+    option redispatch 1
+    retry-on {retry_on}
+    retries 3
+    errorfile 502 {folder}/500.http
+    errorfile 503 {folder}/500.http
+    balance roundrobin
+frontend prometheus
+    bind 127.0.0.1:{metrics}
+frontend http_frontend
+    bind 127.0.0.1:{port}
+    default_backend ingresses
+backend ingresses
+    server one 127.0.0.1:{one}
+    server two 127.0.0.1:{two}
+listen stats
+    bind 127.0.0.1:{stats}
+"""
+REPLAYED = ray_env.REPLAY["RAY_SERVE_HAPROXY_RETRY_ON"]
+
+
+class Dying:
+    """A server that closes a connection where a real one would have died: at the request, or in the answer."""
+
+    def __init__(self, says: bytes) -> None:
+        self.says = says
+        self.bodies: list[bytes] = []
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            with connection:
+                data = b""
+                while b"\r\n\r\n" not in data:
+                    if not (part := connection.recv(65536)):
+                        break
+                    data += part
+                head, _, body = data.partition(b"\r\n\r\n")
+                length = next(
+                    (int(x.split()[1]) for x in head.splitlines() if x.lower().startswith(b"content-length")), 0
+                )
+                while head and len(body) < length:
+                    body += connection.recv(65536)
+                if head:
+                    self.bodies.append(body)
+                    connection.sendall(self.says)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+GOOD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok"
+BEGUN = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n3\r\nabc\r\n"
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        servers = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
+
+
+@contextlib.contextmanager
+def proxied(
+    folder: Path, one: int, two: int, retry_on: str = REPLAYED
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """HAProxy as the launcher starts it, over two servers: its port and its process."""
+    port, metrics, stats = free_ports(3)
+    (folder / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\n\r\nInternal Server Error")
+    config = folder / "haproxy.cfg"
+    ports = {"port": port, "metrics": metrics, "stats": stats, "one": one, "two": two}
+    config.write_text(SERVING.format(folder=folder, retry_on=retry_on, **ports))
+    home, launcher = haproxy.prepare(haproxy.find_binary())
+    process = subprocess.Popen([str(launcher), "-db", "-f", str(config), "-dR"])
+    try:
+        until(lambda: connects(port) and (folder / "second.json").exists())
+        yield port, process
+    finally:
+        _end_second(folder)
+        process.kill()
+        process.wait()
+        launcher.unlink()
+        home.rmdir()
+
+
+def _end_second(folder: Path) -> None:
+    found = json.loads((folder / "second.json").read_text())
+    for name in ("supervisor", "process"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(found[name], signal.SIGKILL)
+
+
+def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def connects(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2):
+        return True
+    return False
+
+
+def post(port: int, body: bytes) -> tuple[int, bytes]:
+    """The status and the body of an answer. The body of the request is sent after its head, as clients do."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        head = f"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        client.sendall(head.encode())
+        for start in range(0, len(body), 10_000):
+            client.sendall(body[start : start + 10_000])
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    found, _, text = answer.partition(b"\r\n\r\n")
+    return int(found.split()[1]), text
+
+
+BODY = b"x" * 100_000
+
+
+@pytest.mark.risk("R16", figure="0 of 20 requests lost where each first ingress dies before it answers")
+def test_a_request_is_sent_again_where_its_ingress_dies_before_it_answers(tmp_path: Path) -> None:
+    dead, alive = Dying(b""), Dying(GOOD)
+    with proxied(tmp_path, dead.port, alive.port) as (port, _):
+        assert [post(port, BODY) for _ in range(20)] == [(200, b"ok")] * 20
+    assert dead.bodies and {*dead.bodies, *alive.bodies} == {BODY}
+    dead.close()
+    alive.close()
+
+
+@pytest.mark.risk("R16", planted=True)
+def test_without_replay_a_dying_ingress_would_be_seen(tmp_path: Path) -> None:
+    """The planted fault: Serve's own `retry-on`."""
+    dead, alive = Dying(b""), Dying(GOOD)
+    with proxied(tmp_path, dead.port, alive.port, "conn-failure") as (port, _):
+        assert {post(port, BODY)[0] for _ in range(4)} == {200, 503}
+    dead.close()
+    alive.close()
+
+
+def test_an_answer_that_has_begun_is_cut_and_not_sent_again(tmp_path: Path) -> None:
+    begun = Dying(BEGUN)
+    with proxied(tmp_path, begun.port, begun.port) as (port, _):
+        status, text = post(port, BODY)
+    assert status == 200 and b"abc" in text and not text.endswith(b"0\r\n\r\n")  # a client sees that the end is missing
+    assert len(begun.bodies) == 1
+    begun.close()
+
+
+def test_where_no_ingress_is_left_the_answer_is_an_error_of_ours(tmp_path: Path) -> None:
+    one, two = free_ports(2)
+    with proxied(tmp_path, one, two) as (port, _):
+        status, text = post(port, b"{}")
+    assert status == 503 and json.loads(text)["error"]["code"] == "no_replica"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is signalled on Linux")
+@pytest.mark.risk("R16")
+def test_the_port_answers_while_either_of_two_processes_is_killed(tmp_path: Path) -> None:
+    alive = Dying(GOOD)
+    with proxied(tmp_path, alive.port, alive.port) as (port, first):
+        other = json.loads((tmp_path / "second.json").read_text())["process"]
+        until(lambda: len(listening(port)) == 2)
+        os.kill(other, signal.SIGKILL)
+        until(lambda: other not in listening(port))
+        assert post(port, b"") == (200, b"ok")
+        until(lambda: len(listening(port)) == 2)  # it was started again
+        first.kill()
+        first.wait()
+        assert [post(port, b"") for _ in range(20)] == [(200, b"ok")] * 20
+    alive.close()
+
+
+def test_a_new_configuration_takes_over_both_processes(tmp_path: Path) -> None:
+    alive = Dying(GOOD)
+    with proxied(tmp_path, alive.port, alive.port) as (port, first):
+        until(lambda: len(listening(port)) == 2)
+        before = listening(port)
+        home, launcher = haproxy.prepare(haproxy.find_binary())
+        config = tmp_path / "haproxy.cfg"
+        command = [str(launcher), "-db", "-f", str(config), "-sf", str(first.pid), "-x", str(tmp_path / "admin.sock")]
+        with subprocess.Popen(command) as process:
+            until(lambda: len(listening(port)) == 2 and not before & listening(port))
+            assert first.wait(20) == 0
+            assert post(port, b"") == (200, b"ok")
+            process.kill()
+        launcher.unlink()
+        home.rmdir()
+    alive.close()
+
+
+def listening(port: int) -> set[int]:
+    """The processes that listen on a port."""
+    found = psutil.net_connections("tcp")
+    return {one.pid for one in found if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid}
