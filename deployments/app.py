@@ -3,8 +3,10 @@
 Ray reads the annotation of `build` without resolving it: no `from __future__ import annotations` in this file.
 """
 
+import asyncio
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.link_transport import LinkTransport
 from deployments.routing.load_tracker import load_tracker_of
 from deployments.routing.quarantine_broadcast import QuarantineBroadcast
+from deployments.start_failure import StartFailure, failure_of
 from engine.model.checkpoint import find_folder
 from engine.tokenizer.tokenizer import load_tokenizer
 
@@ -82,7 +85,9 @@ class Ingress:
         self._keys = KeyReloader(args.auth, self._access, args.ingress.count)
         self._who = (context.deployment, context.replica_id.unique_id)
         self._metrics = IngressMetrics()
-        self._health = HealthMonitor(broadcast_of(replica), args.health, self._metrics)
+        self._health = HealthMonitor(
+            broadcast_of(replica), args.health, self._metrics, start_failure=partial(_start_failure, context.app_name)
+        )
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         scrape = MetricsScraper(
             broadcast_of(replica), broadcast_of(siblings), self._snapshot, self._metrics, args.metrics
@@ -184,6 +189,12 @@ def _replicas(args: AppArgs) -> dict[str, Any]:
         policy=AutoscalingPolicy(policy_function=SCALING_POLICY, policy_kwargs=targets),
     )
     return {"autoscaling_config": config}
+
+
+async def _start_failure(application: str) -> StartFailure | None:
+    """Asks Serve's controller whether the application has failed to start."""
+    found = (await asyncio.to_thread(serve.status)).applications.get(application)
+    return None if found is None else failure_of(found)
 
 
 def _listening_host() -> str | None:

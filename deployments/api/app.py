@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse
 
 from deployments.api.endpoints import info, tokenize
@@ -56,6 +57,12 @@ from deployments.protocol import Backend
 from engine.tokenizer.tokenizer import Tokenizer
 
 
+EXPOSED_HEADERS = (  # that a page of another origin may read
+    "retry-after", "x-request-id", "x-client-request-id", "x-assay-request-id", "x-assay-ignored-fields",
+    "x-assay-queue-ms", "x-assay-compute-ms",
+)  # fmt: skip
+
+
 def build_api(
     backend: Backend,
     tokenizer: Tokenizer,
@@ -86,6 +93,14 @@ def build_api(
         access=access,
         check_open=backend.check_open,
     )
+    if settings.cors_origins:  # added last, so that it is the outermost: a preflight has no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+        )
     routes = Routes(app, handler)
     routes.get("/healthz", info.healthz, Alive, PROBED)
     routes.get("/readyz", info.readyz, Readiness, PROBED, also=not_ready(Readiness))
