@@ -13,7 +13,7 @@ from deployments.api.endpoints.classify import classify
 from deployments.api.endpoints.completions import completions
 from deployments.api.endpoints.decisions import decisions
 from deployments.api.endpoints.generative_scoring import generative_scoring
-from deployments.api.endpoints.rerank import rerank
+from deployments.api.endpoints.rerank_dialects import rerank, rerank_isaacus, rerank_mixedbread
 from deployments.api.endpoints.score import scoring
 from deployments.api.handler import Endpoint, RequestHandler, endpoint
 from deployments.api.middleware import RequestMiddleware
@@ -47,7 +47,15 @@ from deployments.api.schemas.info import (
     TokenizerInfoResponse,
     Versions,
 )
-from deployments.api.schemas.rerank import RerankAnswer, RerankErrorBody, RerankRequest, RerankResponse
+from deployments.api.schemas.rerank import RerankErrorBody, RerankRequest, RerankResponse
+from deployments.api.schemas.rerank_dialects import (
+    IsaacusRequest,
+    IsaacusResponse,
+    MixedbreadRequest,
+    MixedbreadResponse,
+    RerankAnswer,
+    V1RerankAnswer,
+)
 from deployments.auth.authenticator import Authenticator
 from deployments.auth.usage import MeteredBackend
 from deployments.config.settings import ApiSettings
@@ -55,7 +63,6 @@ from deployments.errors import ErrorBody
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import Backend
 from engine.tokenizer.tokenizer import Tokenizer
-
 
 EXPOSED_HEADERS = (  # that a page of another origin may read
     "retry-after", "x-request-id", "x-client-request-id", "x-assay-request-id", "x-assay-ignored-fields",
@@ -117,7 +124,9 @@ def build_api(
     routes.post("/classify", classify, ClassifyRequest, ClassifyResponse)
     routes.post("/v1/classify", classify, ClassifyRequest, ClassifyResponse)
     routes.post("/rerank", rerank, RerankRequest, RerankAnswer, RerankErrorBody)
-    routes.post("/v1/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
+    routes.post("/v1/rerank", rerank, RerankRequest, V1RerankAnswer, RerankErrorBody)
+    routes.post("/v1/reranking", rerank_mixedbread, MixedbreadRequest, MixedbreadResponse, RerankErrorBody)
+    routes.post("/v1/rerankings", rerank_isaacus, IsaacusRequest, IsaacusResponse, RerankErrorBody)
     routes.post("/v2/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
     routes.post("/v1/score", scoring, ScoreBody, ScoreResponse)
     routes.post("/v1/decisions", decisions, DecisionRequest, DecisionResponse)

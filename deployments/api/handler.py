@@ -267,9 +267,9 @@ def model_not_found(served: str, *, in_path: bool = False) -> ApiError:
     return ApiError("model_not_found", f"`model` must be {served!r} or absent. Given: another name.", "model")
 
 
-def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Raises ApiError 422 `invalid_token_id` if an id is outside [0, vocab_size), the width of the logits."""
-    problem = token_id_problem(field, ids, vocab_size)
+def check_ids(field: str, ids: Sequence[int], vocab_size: int, *, text: bool = False) -> None:
+    """Raises ApiError 422 `invalid_token_id` if an id, given or made of a text, is outside [0, vocab_size)."""
+    problem = token_id_problem(field, ids, vocab_size, text=text)
     if problem:
         raise ApiError("invalid_token_id", problem, field)
 

@@ -140,7 +140,7 @@ class RequestMiddleware:
         context.tenant = context.key.name
         if isinstance(route, ApiError):
             if scope["method"] == "OPTIONS" and route.code == "method_not_allowed":
-                await Response(status_code=204, headers=route.headers)(scope, receive, send)
+                await Response(status_code=204, headers=route.headers())(scope, receive, send)
                 return
             raise route
         context.route = route
@@ -188,6 +188,7 @@ class RequestMiddleware:
         found = {name: value for name, value in headers if name in _READ}
         if b"x-request-timeout-seconds" in found:
             context.client_limit_s = parse_timeout(found[b"x-request-timeout-seconds"])
+        context.pinecone = b"x-pinecone-api-version" in found
         context.strict = self._settings.strict or found.get(b"x-assay-strict") == b"1"
         coding = found.get(b"transfer-encoding", b"chunked")
         if coding.strip().lower() != b"chunked":
@@ -254,7 +255,7 @@ class RequestMiddleware:
         return b"".join(parts)
 
 
-_READ = frozenset({b"x-request-timeout-seconds", b"x-assay-strict", b"transfer-encoding"})
+_READ = frozenset({b"x-request-timeout-seconds", b"x-assay-strict", b"x-pinecone-api-version", b"transfer-encoding"})
 _NO_WORK = frozenset(("/tokenize", "/detokenize"))  # routes that need no replica
 
 

@@ -149,7 +149,7 @@ class PackingCheck:
 
 
 def _check_finite(architecture: str, module: nn.Module, rows: Sequence[torch.Tensor]) -> None:
-    """Raises BadCheckpoint where the library itself computes rows that are not finite, and names the weights at fault."""
+    """Raises BadCheckpoint, with the weights at fault, where the library's own rows are not finite."""
     if all(bool(one.isfinite().all()) for one in rows):
         return
     names = [name for name, weight in module.named_parameters() if not bool(weight.isfinite().all())]
@@ -157,8 +157,8 @@ def _check_finite(architecture: str, module: nn.Module, rows: Sequence[torch.Ten
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise BadCheckpoint(f"`{architecture}`: {names[0]}{more} has values that are not finite. {DOWNLOAD}")
     raise BadCheckpoint(
-        f"`{architecture}`: its output is not finite in {module.dtype}, though its weights are: set `model.dtype` to one "
-        "with a wider range."
+        f"`{architecture}`: its output is not finite in {module.dtype}, though its weights are: set `model.dtype` to "
+        "one with a wider range."
     )
 
 

@@ -1,10 +1,11 @@
-"""Serves POST /rerank, /v1/rerank and /v2/rerank: documents in the order in which they suit a query.
+"""Ranks documents by how they suit a query; `rerank_dialects` has the routes.
 
 A request builds one `engine.requests.ScoreRequest`, whose labels are the rerank template's yes and no, or its single
 label, whose logit is the score. It builds one `engine.requests.PoolingRequest` where the model has a sequence head of
 one number.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from starlette.responses import Response
@@ -53,9 +54,15 @@ class Ranking(NamedTuple):
     cached_tokens: int
 
 
-async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
-    """Answers the rerank routes. Raises ApiError or ScoringError for a request that is refused."""
-    body = await handler.parse(context, RerankRequest)
+Render = Callable[[RerankRequest, ModelCard, Documents, Ranking, str], Any]
+
+
+async def rank(handler: RequestHandler, context: RequestContext, body: RerankRequest, render: Render) -> Response:
+    """Ranks the documents of a request, and answers in the form that `render` gives the ranking.
+
+    Raises:
+        ApiError, ScoringError: The request is refused.
+    """
     card = await handler.served(body.model)
     template = _template(handler, card)
     documents = await handler.off_loop(context.body_bytes, _documents, handler, body, context.route)
@@ -87,8 +94,8 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     ranking = _rank(handler, body, documents, rows, scores, odds, request_id)
     report_items(handler, context, rows.truncated)
     size = context.body_bytes + ENTRY_BYTES * len(ranking.order)
-    answer = await handler.off_loop(size, _answer, body, card, documents, ranking, context.route)
-    return await handler.off_loop(size, handler.json, context, answer)
+    found = await handler.off_loop(size, render, body, card, documents, ranking, context.route)
+    return await handler.off_loop(size, handler.json, context, found)
 
 
 def can_rank(card: ModelCard, prompt: RerankPrompt) -> bool:
@@ -188,7 +195,8 @@ def _rank(
     return Ranking(request_id, order, rows.truncated, int(scores.prompt_tokens.sum()), int(scores.cached_tokens.sum()))
 
 
-def _answer(body: RerankRequest, card: ModelCard, documents: Documents, ranking: Ranking, route: str) -> Any:
+def answer(body: RerankRequest, card: ModelCard, documents: Documents, ranking: Ranking, route: str) -> Any:
+    """Returns the answer in Cohere's form, or for `texts` in that of text-embeddings-inference."""
     if documents.field == "texts":
         return _texts_answer(documents, ranking)
     results = [

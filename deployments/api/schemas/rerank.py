@@ -1,8 +1,8 @@
-"""Declares the request and the answers of the rerank routes: one request model for the dialects of five clients."""
+"""Declares the request of the rerank routes, one for the dialects of several clients, and the answers of two."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, PlainValidator, RootModel, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, PlainValidator, ValidationInfo
 
 from deployments.api.schemas.fields import (
     Body,
@@ -55,8 +55,17 @@ def _side(value: object) -> object:
     return value.lower() if isinstance(value, str) and value.lower() in SIDES else value
 
 
+class PineconeParameters(Body):
+    """Holds the options of Pinecone's reranker."""
+
+    truncate: Literal["NONE", "END"] | None = None
+
+
 class RerankRequest(Body):
-    """Holds `documents` (Cohere, Jina, vLLM, SGLang) or `texts` (text-embeddings-inference). `null` means absent."""
+    """Holds `documents` (Cohere, Jina, vLLM, SGLang, Voyage, Pinecone) or `texts` (text-embeddings-inference).
+
+    `null` means absent. `top_k` and `truncation` are Voyage's, `parameters` Pinecone's.
+    """
 
     model: Name | None = None
     query: Annotated[str, text()]
@@ -78,6 +87,9 @@ class RerankRequest(Body):
     priority: Annotated[int, one_of(lambda x: 0 <= x <= 999, "in [0, 999]")] | None = None
     cache_salt: Salt | None = None
     max_chunks_per_doc: int | None = None
+    top_k: Count | None = None
+    truncation: bool | None = None
+    parameters: PineconeParameters | None = None
 
 
 class RankedDocument(BaseModel):
@@ -137,10 +149,6 @@ class TextRank(BaseModel):
     score: float
     text: str | None = None
     truncated: Literal[True] | None = None
-
-
-class RerankAnswer(RootModel[RerankResponse | list[TextRank]]):
-    """Answers `documents` with an object, and `texts` with a list."""
 
 
 class RerankErrorBody(ErrorBody):

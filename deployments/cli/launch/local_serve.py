@@ -173,7 +173,7 @@ def _serve(config: Path, urls: Mapping[str, str], name: str) -> None:
 
 
 def _end(applications: Sequence[str]) -> None:
-    """Lets the applications end. `serve.shutdown` would, too, and then the controller's end is reported as a failure."""
+    """Lets the applications end. `serve.shutdown` does too, and then Ray reports the controller's end as a failure."""
     from ray import serve
 
     for number in (signal.SIGINT, signal.SIGTERM):  # a second one ends the process where it is

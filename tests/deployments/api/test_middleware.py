@@ -325,7 +325,10 @@ async def test_a_byte_order_mark_is_no_part_of_the_body(client: Any) -> None:
     [
         (b'{"prompt": "a",}', "trailing comma at line 1 column 16."),
         (b'{"prompt":\n "s3cr3t" "b"}', "at line 2 column 11."),
-        (b'{"prompt": "s3cr3t \\ud800"}', "at line 1 column 26. Half of a surrogate pair is no character."),
+        (
+            b'{"prompt": "s3cr3t \\ud800"}',
+            "at line 1 column 26. `prompt` has half of a surrogate pair, which is no character.",
+        ),
         (b'{"prompt": "\xff"}', "at line 1 column 13."),
         (b"", "at line 1 column 0."),
     ],
