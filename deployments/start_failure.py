@@ -11,7 +11,7 @@ _RAISED = re.compile(r"(?:\w+\.)*(\w+)(?:: (.*))?")
 
 
 class StartFailure(NamedTuple):
-    """Says why a start has failed for good."""
+    """Says why Serve has given up a start."""
 
     reason: str  # the exception's class, such as BadCheckpoint
     message: str

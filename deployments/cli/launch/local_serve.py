@@ -108,6 +108,9 @@ def read(file: Path) -> dict[str, Any]:
     """Reads a config. A missing host becomes loopback; Serve's default is all interfaces. Raises CannotServe."""
     try:
         found = yaml.safe_load(file.read_text("utf-8"))
+    except yaml.MarkedYAMLError as error:
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if (mark := error.problem_mark) else ""
+        raise CannotServe(f"{file} must be a readable YAML file: {error.problem}{place}.") from None
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise CannotServe(f"{file} must be a readable YAML file: {error}") from None
     if not isinstance(found, dict):

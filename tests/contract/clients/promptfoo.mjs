@@ -15,7 +15,8 @@ const { default: promptfoo } = await import(pathToFileURL(entry));
 
 const provider = (temperature) => ({
   id: "openai:chat:builtin",
-  config: { apiBaseUrl: `${url}/v1`, apiKey: "any", temperature, max_tokens: 200 },
+  // It leaves out a temperature of 0 that is not passed through.
+  config: { apiBaseUrl: `${url}/v1`, apiKey: "any", max_tokens: 200, passthrough: { temperature } },
 });
 const suite = (temperature) => ({
   prompts: [JSON.stringify(messages)],

@@ -16,6 +16,7 @@ from deployments.api.schemas.generative_scoring import ScoreBody, ScoringRequest
 from deployments.api.schemas.info import DetokenizeRequest, TokenizeRequest
 from deployments.api.schemas.known_fields import HARMLESS, MESSAGE_REFUSED, REFUSED, is_neutral
 from deployments.api.schemas.rerank import RerankRequest
+from deployments.api.schemas.rerank_dialects import IsaacusRequest, MixedbreadRequest
 from deployments.config.settings import ApiSettings
 from engine.model.heads.info import HeadInfo, HeadKind
 from tests.deployments.clients import settings_of_every_route
@@ -28,6 +29,8 @@ ROUTES: dict[str, tuple[type[Body], dict[str, Any]]] = {
     "/rerank": (RerankRequest, RERANK),
     "/v1/rerank": (RerankRequest, RERANK),
     "/v2/rerank": (RerankRequest, RERANK),
+    "/v1/reranking": (MixedbreadRequest, {"query": "q", "input": ["a"]}),
+    "/v1/rerankings": (IsaacusRequest, {"query": "q", "texts": ["a"]}),
     "/v1/score": (ScoreBody, SCORE),
     "/classify": (ClassifyRequest, {"input": "a"}),
     "/v1/classify": (ClassifyRequest, {"input": "a"}),

@@ -17,7 +17,7 @@ from deployments.observability.ingress_metrics import IngressMetrics
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "get", "X\u00e9")
 REFUSED = {400, 401, 403, 404, 405}
 # Routes that need a template or a head, and answer 404 without one.
-NEED_MORE = ("/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/v1/classify")
+NEED_MORE = ("/rerank", "/v1/rerank", "/v2/rerank", "/v1/reranking", "/v1/rerankings", "/classify", "/v1/classify")
 MEGABYTE = 1 << 20
 
 
