@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Statuses = Callable[[], Mapping[str, "ApplicationStatusOverview"]]
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
 POLL_S, IDLE_S = 0.5, 10.0
+END_S = 30.0  # for requests in flight
 LOOPBACK, EVERY_INTERFACE = "127.0.0.1", ("0.0.0.0", "::")
 STARTED, REFUSED = 0, 1
 QUESTION = {  # in the built-in model's own form
@@ -178,12 +179,15 @@ def _serve(config: Path, urls: Mapping[str, str], name: str) -> None:
 def _end(applications: Sequence[str]) -> None:
     """Lets the applications end. `serve.shutdown` does too, and then Ray reports the controller's end as a failure."""
     from ray import serve
+    from ray.serve.exceptions import RayServeException
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # a second one ends the process where it is
-        signal.signal(number, signal.SIG_DFL)
-    with contextlib.suppress(TimeoutError):
+    until = time.monotonic() + END_S
+    # A second interrupt ends the wait. There is no Serve where the first one came before it, or to `serve run`.
+    with contextlib.suppress(KeyboardInterrupt, RayServeException):
         for application in applications:
-            serve.delete(application)
+            serve.delete(application, _blocking=False)
+        while serve.status().applications and time.monotonic() < until:
+            time.sleep(POLL_S)
 
 
 def follow(statuses: Statuses, urls: Mapping[str, str], name: str, poll_s: float = POLL_S) -> NoReturn:

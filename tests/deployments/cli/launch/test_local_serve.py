@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,7 @@ def test_each_application_is_announced_once_ready_and_not_asked_before_it_runs(
         if seconds == local_serve.IDLE_S:
             raise Interrupted
 
-    monkeypatch.setattr(local_serve.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     with http.server.HTTPServer(("127.0.0.1", 0), Ready) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
