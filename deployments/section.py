@@ -5,13 +5,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-NAME = r"[\x21-\x7e]{1,256}"
+NAME = r"[\x21-\x7e]+"
 
 
 def _check_name(given: object) -> object:
     """Refuses a string that is no name in words, where the pattern would be shown as it is."""
     if isinstance(given, str) and not re.fullmatch(NAME, given):
-        raise ValueError("It must have 1 to 256 characters of ASCII, without spaces.")
+        raise ValueError("It must be of 1 to 256 characters of ASCII, without spaces.")
     return given
 
 

@@ -27,7 +27,7 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     body = await handler.parse(context, RerankRequest)
     if context.pinecone and context.route == TEXTS_ROUTE:
         return await rank(handler, context, _of_pinecone(body), _pinecone_answer)
-    if body.parameters is not None:
+    if body.parameters is not None and (body.parameters.model_fields_set or body.parameters.model_extra):
         raise invalid("parameters", f"absent without the header {PINECONE_HEADER}", "an object")
     if body.model_fields_set.isdisjoint(VOYAGE_FIELDS):
         return await rank(handler, context, body, answer)
