@@ -24,11 +24,11 @@ IMAGES = ("image", "image_url", "images")
 SIDES = ("left", "right")
 
 
-def texts_or_objects(limit: str) -> Any:
+def texts_or_objects(limit: str, null: bool = True) -> Any:
     """Returns a validator of `[str | object]`. The ranked field of an object is chosen later, by `rank_fields`."""
 
     def check(value: object, info: ValidationInfo) -> list[Document] | None:
-        if value is None:
+        if value is None and null:
             return None
         if not isinstance(value, list):
             raise refused("a list of strings or objects", describe(value))
@@ -36,7 +36,8 @@ def texts_or_objects(limit: str) -> Any:
         maximum = bound(info, "max_string_chars")
         return [_document(entry, maximum, index) for index, entry in enumerate(value)]
 
-    return PlainValidator(check, json_schema_input_type=list[str | dict[str, Any]] | None)
+    kinds = list[str | dict[str, Any]]
+    return PlainValidator(check, json_schema_input_type=(kinds | None) if null else kinds)
 
 
 def _document(entry: object, maximum: int, index: int) -> Document:

@@ -13,7 +13,7 @@ class MixedbreadRequest(Body):
 
     model: Name | None = None
     query: Annotated[str, text()]
-    input: Annotated[list[Document], texts_or_objects("max_items")]
+    input: Annotated[list[Document], texts_or_objects("max_items", null=False)]
     rank_fields: Annotated[list[str] | None, strings("max_items", "max_name_chars", 1)] = None
     top_k: Count | None = None
     return_input: bool | None = None
@@ -24,7 +24,7 @@ class IsaacusRequest(Body):
 
     model: Name | None = None
     query: Annotated[str, text()]
-    texts: Annotated[list[str], strings("max_items", "max_string_chars", 1, 0)]
+    texts: Annotated[list[str], strings("max_items", "max_string_chars", 1, 0, null=False)]
     top_n: Count | None = None
 
 

@@ -88,6 +88,8 @@ async def test_isaacus_has_its_path(client: Any, ranking: Any) -> None:
         ("/rerank", {"query": "q", "documents": DOCS, "parameters": {"truncate": "END"}}, "parameters"),
         ("/v1/reranking", {"query": "q", "documents": DOCS}, "input"),
         ("/v1/reranking", {"query": "q", "input": []}, "input"),
+        ("/v1/reranking", {"query": "q", "input": None}, "input"),
+        ("/v1/rerankings", {"query": "q", "texts": None}, "texts"),
         ("/v1/reranking", {"query": "q", "input": DOCS, "rewrite_query": True}, "rewrite_query"),
         ("/v1/rerankings", {"query": "q", "texts": DOCS, "is_iql": True}, "is_iql"),
         ("/v1/rerankings", {"query": "q", "texts": DOCS, "scoring_method": "chunk_max"}, "scoring_method"),
