@@ -144,6 +144,7 @@ def _haproxy() -> tuple[Path | None, Path | None]:
 def _serve(config: Path, urls: Mapping[str, str], name: str) -> None:
     """Runs a config until interrupted. Raises CannotServe if an application fails to start."""
     import ray
+    from click.exceptions import Abort
     from ray import serve
     from ray.serve.scripts import cli
 
@@ -165,7 +166,7 @@ def _serve(config: Path, urls: Mapping[str, str], name: str) -> None:
             signal.signal(number, interrupt)
         cli.main(["run", "--non-blocking", str(config)], standalone_mode=False)
         follow(lambda: serve.status().applications, urls, name)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Abort):  # click's name of an interrupt of `serve run`
         pass
     except SystemExit:  # `serve run` has printed the error, or was interrupted itself
         if not interrupted.is_set():
