@@ -11,7 +11,8 @@ TESTS ?=
 # The whole suite runs in as many processes; files named by TESTS run in one.
 JOBS ?= 2
 # Real clients, each in an environment of its own under .venv-contract: files tests/contract/test_<client>.py.
-CLIENTS ?= openai cohere lm_eval langchain llama_index litellm node pydantic_ai rerankers docs
+CLIENTS ?= openai cohere lm_eval langchain llama_index litellm node pydantic_ai rerankers haystack instructor \
+	promptfoo load_tools assay_client docs
 PROMETHEUS := .prometheus/usr/bin
 PICTURES ?=
 KERNELS := tests/gpu_sampler/kernels
@@ -91,7 +92,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.serve: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) -e '.$(if $(GPU),[gpu])'
+	$(PIP) -e '.[$(if $(GPU),gpu,serve)]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml constraints.txt

@@ -3,8 +3,10 @@
 Ray reads the annotation of `build` without resolving it: no `from __future__ import annotations` in this file.
 """
 
+import asyncio
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.link_transport import LinkTransport
 from deployments.routing.load_tracker import load_tracker_of
 from deployments.routing.quarantine_broadcast import QuarantineBroadcast
+from deployments.start_failure import StartFailure, failure_of
 from engine.model.checkpoint import find_folder
 from engine.model.file_digests import verify_files
 from engine.tokenizer.tokenizer import load_tokenizer
@@ -88,7 +91,9 @@ class Ingress:
         self._keys = KeyReloader(args.auth, self._access, args.ingress.count)
         self._who = (context.deployment, context.replica_id.unique_id)
         self._metrics = IngressMetrics()
-        self._health = HealthMonitor(broadcast_of(replica), args.health, self._metrics)
+        self._health = HealthMonitor(
+            broadcast_of(replica), args.health, self._metrics, start_failure=partial(_start_failure, context.app_name)
+        )
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         scrape = MetricsScraper(
             broadcast_of(replica), broadcast_of(siblings), self._snapshot, self._metrics, args.metrics
@@ -197,6 +202,12 @@ def _replicas(args: AppArgs) -> dict[str, Any]:
 def _has_peers(args: AppArgs) -> bool:
     """Returns whether the application may have more than one replica at a time."""
     return args.replica.count > 1 or args.autoscaling.max_replicas is not None
+
+
+async def _start_failure(application: str) -> StartFailure | None:
+    """Asks Serve's controller whether the application has failed to start."""
+    found = (await asyncio.to_thread(serve.status)).applications.get(application)
+    return None if found is None else failure_of(found)
 
 
 def _listening_host() -> str | None:

@@ -49,7 +49,10 @@ def middlewares() -> list[Middleware]:
 
 
 class ProxyMiddleware:
-    """Takes headers off a request that Serve must not read, and gives it the id that answer, body and logs show."""
+    """Takes headers off a request that Serve must not read, and gives it the id that answer, body and logs show.
+
+    A client of HTTP/1.0 gets streams in one piece.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -67,7 +70,39 @@ class ProxyMiddleware:
                 message = {**message, "headers": [*message.get("headers", ()), (CLIENT_ID, client_id)]}
             await send(message)
 
+        if scope.get("http_version") == "1.0":
+            send = WholeAnswer(send)
         await self._app({**scope, "headers": headers, SCOPE_ID: request_id}, receive, send_with_client_id)
+
+
+class WholeAnswer:
+    """Sends an answer without a declared length in one piece with its length.
+
+    Uvicorn sends such an answer, a stream of events, in chunks, which HTTP/1.0 does not have.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None  # held back until the length is known
+        self._parts: list[bytes] = []
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            if any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
+                await self._send(message)
+            else:
+                self._start = message
+        elif self._start is None or message["type"] != "http.response.body":
+            await self._send(message)
+        else:
+            self._parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                await self._send_whole(self._start, b"".join(self._parts))
+
+    async def _send_whole(self, start: Message, body: bytes) -> None:
+        length = (b"content-length", str(len(body)).encode("ascii"))
+        await self._send({**start, "headers": [*start.get("headers", ()), length]})
+        await self._send({"type": "http.response.body", "body": body})
 
 
 def readable(headers: Iterable[tuple[bytes, bytes]]) -> tuple[Headers, bytes | None]:

@@ -9,12 +9,24 @@ from scoring.errors import ScoreCode, ScoringError, refusal
 from scoring.tokenizer_protocol import TokenizerProtocol
 
 
-def token_id_problem(field: str, ids: Sequence[int], vocab_size: int) -> str | None:
-    """Returns the message for ids that are not all in [0, vocab_size), the width of the logits; None if they are."""
+def token_id_problem(field: str, ids: Sequence[int], vocab_size: int, *, text: bool = False) -> str | None:
+    """Returns the message for ids that are not all in [0, vocab_size), the width of the logits; None if they are.
+
+    Args:
+        field: The field that the ids came in.
+        ids: Token ids.
+        vocab_size: The width of the logits.
+        text: The field held text, so that the ids are the tokenizer's.
+    """
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return None
     given = min(ids) if min(ids) < 0 else max(ids)
     words = str(given) if abs(given) < 1 << 64 else "an integer of more than 64 bits"
+    if text:
+        return (
+            f"`{field}` must be text without the tokens that the model lacks: the tokenizer gives it id {words}, and "
+            f"the model has ids in [0, {vocab_size}). The tokenizer is another model's, or has tokens that were added."
+        )
     return f"`{field}` must be made of token ids in [0, {vocab_size}). Given: {words}."
 
 

@@ -221,6 +221,18 @@ class RowBuilder:
         """Raises ScoringError if the rows have too many tokens together."""
         check_tokens(given, self.limits.max_request_tokens, self.spec.names.items)
 
+    def _take_out(self, head: list[int], parts: dict[int, list[int]]) -> None:
+        """Takes out the rows with ids of a text that the model lacks. Raises ScoringError if the query has them."""
+        vocab_size = self.limits.vocab_size
+        problem = token_id_problem("query", head, vocab_size, text=True)
+        if problem:
+            raise ScoringError(ScoreCode.INVALID_TOKEN_ID, problem, "query")
+        for index, part in tuple(parts.items()):
+            problem = token_id_problem(f"{self.spec.names.items}[{index}]", part, vocab_size, text=True)
+            if problem:
+                self.errors[index] = ItemError(ScoreCode.INVALID_TOKEN_ID, problem)
+                del parts[index]
+
     def pack(self, head: list[int], parts: dict[int, list[int]], truncated: list[int]) -> ScoringRows:
         """Packs the rows `head + part`. The shared prefix is the longest that leaves every row a token of its own.
 
@@ -244,6 +256,9 @@ class RowBuilder:
         ids = np.empty(int(starts[-1]), np.int32)
         for row, start, end in zip(rows, starts[:-1], starts[1:], strict=True):
             ids[start:end] = tail + row[skip:]
+        if max(ids.max(initial=0), prefix.max(initial=0)) >= self.limits.vocab_size:
+            self._take_out(head, parts)
+            return self.pack(head, parts, truncated)
         return ScoringRows(prefix, ids, starts, list(parts), truncated, self.errors, suffix, self.texts)
 
     def _encode_query(self, query: Query) -> tuple[str, list[int]]:

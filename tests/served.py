@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,21 @@ def served(
     """The service's address, once it is ready. `sections` change those of the configuration `name`; `folder` gets the
     file and the log. RuntimeError with the log's end if it is not ready after `ready_s`."""
     file, port = on_a_free_port(name, folder, **sections)
-    log = folder / "log.txt"
+    with serving(file, f"http://127.0.0.1:{port}", ready_s=ready_s, environment=environment) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serving(
+    file: Path,
+    url: str,
+    *,
+    prefixes: Sequence[str] = ("",),
+    ready_s: float = 180.0,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """`url`, once the applications of a configuration are ready; the log stands beside the file."""
+    log = file.parent / "log.txt"
     with log.open("w") as out:
         server = subprocess.Popen(
             [sys.executable, "-m", "deployments.cli", "serve", str(file)],
@@ -40,9 +54,9 @@ def served(
             stderr=subprocess.STDOUT,
             start_new_session=True,  # an interrupt of the test run is ours to pass on
         )
-    url = f"http://127.0.0.1:{port}"
     try:
-        _wait(url, server, log, ready_s)
+        for prefix in prefixes:
+            _wait(url + prefix, server, log, ready_s)
         yield url
     finally:
         server.send_signal(signal.SIGINT)

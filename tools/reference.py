@@ -29,7 +29,7 @@ from pydantic.fields import FieldInfo
 
 from deployments.api.app import build_api
 from deployments.api.schemas.known_fields import HARMLESS, REFUSED
-from deployments.auth.settings import KeyArgs
+from deployments.auth.key_args import KeyArgs
 from deployments.cli.main import make_parser
 from deployments.config.app_args import HARD_LIMITS, AppArgs
 from deployments.config.schema import options, section_in

@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse
 
 from deployments.api.endpoints import info, tokenize
@@ -16,7 +17,7 @@ from deployments.api.endpoints.embeddings import embed, embeddings
 from deployments.api.endpoints.generative_scoring import generative_scoring
 from deployments.api.endpoints.pooling import pooling
 from deployments.api.endpoints.predict import predict
-from deployments.api.endpoints.rerank import rerank
+from deployments.api.endpoints.rerank_dialects import rerank, rerank_isaacus, rerank_mixedbread
 from deployments.api.endpoints.score import scoring
 from deployments.api.handler import Endpoint, RequestHandler, endpoint
 from deployments.api.middleware import RequestMiddleware
@@ -59,7 +60,15 @@ from deployments.api.schemas.info import (
     Versions,
 )
 from deployments.api.schemas.pooling import PoolingBody, PoolingResponse
-from deployments.api.schemas.rerank import RerankAnswer, RerankErrorBody, RerankRequest, RerankResponse
+from deployments.api.schemas.rerank import RerankErrorBody, RerankRequest, RerankResponse
+from deployments.api.schemas.rerank_dialects import (
+    IsaacusRequest,
+    IsaacusResponse,
+    MixedbreadRequest,
+    MixedbreadResponse,
+    RerankAnswer,
+    V1RerankAnswer,
+)
 from deployments.api.schemas.score import ScoreBody, ScoreResponse
 from deployments.auth.authenticator import Authenticator
 from deployments.auth.usage import MeteredBackend
@@ -68,6 +77,11 @@ from deployments.errors import OPENAI_STATUSES, ErrorBody
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import Backend
 from engine.tokenizer.tokenizer import Tokenizer
+
+EXPOSED_HEADERS = (  # that a page of another origin may read
+    "retry-after", "x-request-id", "x-client-request-id", "x-assay-request-id", "x-assay-ignored-fields",
+    "x-assay-queue-ms", "x-assay-compute-ms",
+)  # fmt: skip
 
 
 def build_api(
@@ -100,6 +114,14 @@ def build_api(
         access=access,
         check_open=backend.check_open,
     )
+    if settings.cors_origins:  # added last, so that it is the outermost: a preflight has no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+        )
     routes = Routes(app, handler, OPENAI_STATUSES if settings.openai_errors else {})
     routes.get("/healthz", info.healthz, Alive, PROBED)
     routes.get("/readyz", info.readyz, Readiness, PROBED, also=not_ready(Readiness))
@@ -120,7 +142,9 @@ def build_api(
     routes.post("/embed", embed, EmbedRequest, EmbedResponse)
     routes.post("/predict", predict, PredictRequest, PredictResponse)
     routes.post("/rerank", rerank, RerankRequest, RerankAnswer, RerankErrorBody)
-    routes.post("/v1/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
+    routes.post("/v1/rerank", rerank, RerankRequest, V1RerankAnswer, RerankErrorBody)
+    routes.post("/v1/reranking", rerank_mixedbread, MixedbreadRequest, MixedbreadResponse, RerankErrorBody)
+    routes.post("/v1/rerankings", rerank_isaacus, IsaacusRequest, IsaacusResponse, RerankErrorBody)
     routes.post("/v2/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
     routes.post("/score", scoring, ScoreBody, ScoreResponse)
     routes.post("/v1/score", scoring, ScoreBody, ScoreResponse)

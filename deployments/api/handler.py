@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import json
 import logging
 from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from deployments.api.schemas.fields import Body
 from deployments.api.schemas.known_fields import HARMLESS, REFUSED, Neutral, is_neutral
 from deployments.auth.authenticator import Authenticator
 from deployments.config.settings import ApiSettings
-from deployments.errors import ApiError, as_api_error, from_validation, unsupported
+from deployments.errors import ApiError, as_api_error, from_validation, path_of, unsupported
 from deployments.observability.ingress_metrics import IngressMetrics, Stage
 from deployments.protocol import Backend, ModelCard
 from engine.model.heads.info import HeadInfo, HeadKind
@@ -154,9 +155,10 @@ class RequestHandler:
         try:
             value = from_json(data.removeprefix(BOM_UTF8), allow_inf_nan=False)
         except ValueError as error:  # it tells the place, and nothing of the text
-            hint = " Half of a surrogate pair is no character." if "hex escape" in str(error) else ""
+            place = lone_surrogate(data) if "hex escape" in str(error) else None
+            hint = f" `{place}` has half of a surrogate pair, which is no character." if place else ""
             message = f"The body must be JSON in UTF-8, with finite numbers: {error}.{hint}"
-            raise ApiError("invalid_json", message) from None
+            raise ApiError("invalid_json", message, place) from None
         if not isinstance(value, dict):
             raise ApiError("invalid_json", "The body must be a JSON object.")
         check_depth(value, self.limits["max_json_depth"])
@@ -294,11 +296,26 @@ def model_not_found(served: str, *, in_path: bool = False) -> ApiError:
     return ApiError("model_not_found", f"`model` must be {served!r} or absent. Given: another name.", "model")
 
 
-def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Raises ApiError 422 `invalid_token_id` if an id is outside [0, vocab_size), the width of the logits."""
-    problem = token_id_problem(field, ids, vocab_size)
+def check_ids(field: str, ids: Sequence[int], vocab_size: int, *, text: bool = False) -> None:
+    """Raises ApiError 422 `invalid_token_id` if an id, given or made of a text, is outside [0, vocab_size)."""
+    problem = token_id_problem(field, ids, vocab_size, text=text)
     if problem:
         raise ApiError("invalid_token_id", problem, field)
+
+
+def lone_surrogate(data: bytes) -> str | None:
+    """Returns the place of the first string with half of a surrogate pair, as JavaScript makes it of a cut text."""
+    try:
+        nodes: list[tuple[tuple[int | str, ...], Any]] = [((), json.loads(data))]
+    except (ValueError, RecursionError):
+        return None
+    while nodes:
+        place, node = nodes.pop()
+        if isinstance(node, str) and any("\ud800" <= char <= "\udfff" for char in node):
+            return path_of(place) or "body"
+        children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        nodes += reversed([((*place, key), child) for key, child in children])
+    return None
 
 
 def check_depth(value: object, maximum: int) -> None:

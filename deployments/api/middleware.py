@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from starlette.responses import Response
 from starlette.routing import Match, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -139,6 +140,9 @@ class RequestMiddleware:
         context.key = self._access.identify(headers, route if isinstance(route, str) else None)
         context.tenant = context.key.name
         if isinstance(route, ApiError):
+            if scope["method"] == "OPTIONS" and route.code == "method_not_allowed":
+                await Response(status_code=204, headers=route.headers())(scope, receive, send)
+                return
             raise route
         context.route = route
         self._access.authorise(context.key, route)
@@ -193,7 +197,15 @@ class RequestMiddleware:
         found = {name: value for name, value in headers if name in _READ}
         if b"x-request-timeout-seconds" in found:
             context.client_limit_s = parse_timeout(found[b"x-request-timeout-seconds"])
+        context.pinecone = b"x-pinecone-api-version" in found
         context.strict = self._settings.strict or found.get(b"x-assay-strict") == b"1"
+        coding = found.get(b"transfer-encoding", b"chunked")
+        if coding.strip().lower() != b"chunked":
+            raise ApiError(
+                "invalid_header",
+                "`transfer-encoding` must be chunked alone: send the body as it is.",
+                "transfer-encoding",
+            )
         lengths = [value for name, value in headers if name == b"content-length"]
         if not lengths:
             return None
@@ -213,7 +225,7 @@ class RequestMiddleware:
         if allowed:
             methods = sorted(allowed | ({"HEAD"} if "GET" in allowed else set()))
             message = f"The method must be {' or '.join(methods)}."
-            return ApiError("method_not_allowed", message, headers={"allow": ", ".join(methods)})
+            return ApiError("method_not_allowed", message, headers={"allow": ", ".join((*methods, "OPTIONS"))})
         return ApiError("not_found", "There is no such route. See /openapi.json for those that exist.")
 
     def _check_room(self, length: int | None, maximum: int, limit: str) -> None:
@@ -254,7 +266,7 @@ class RequestMiddleware:
         return b"".join(parts)
 
 
-_READ = frozenset({b"x-request-timeout-seconds", b"x-assay-strict"})
+_READ = frozenset({b"x-request-timeout-seconds", b"x-assay-strict", b"x-pinecone-api-version", b"transfer-encoding"})
 _NO_WORK = frozenset(("/tokenize", "/detokenize"))  # routes that need no replica
 
 

@@ -21,7 +21,7 @@ def new_seed() -> int:
 
 
 SCOPE_KEY = "assay.request_context"
-RERANK_ROUTES = frozenset(("/rerank", "/v1/rerank", "/v2/rerank"))
+RERANK_ROUTES = frozenset(("/rerank", "/v1/rerank", "/v2/rerank", "/v1/reranking", "/v1/rerankings"))
 
 
 class ClientGone(Exception):
@@ -44,6 +44,7 @@ class RequestContext:
     body_bytes: int = 0  # the body's length
     gone: bool = False  # the client left, or reads too slowly
     code: str = ""  # of the error that was answered
+    pinecone: bool = False  # the client speaks Pinecone's dialect
     headers: dict[str, str] = field(default_factory=dict)  # of the answer
 
     def elapsed_s(self) -> float:

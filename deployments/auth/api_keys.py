@@ -35,6 +35,8 @@ NEEDS: Mapping[str, frozenset[Scope]] = MappingProxyType(
         "/rerank": _SCORE,
         "/v1/rerank": _SCORE,
         "/v2/rerank": _SCORE,
+        "/v1/reranking": _SCORE,
+        "/v1/rerankings": _SCORE,
         "/v1/decisions": _SCORE,
         "/v1/completions": _GENERATE,
         "/v1/chat/completions": _GENERATE,

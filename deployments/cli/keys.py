@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from deployments.auth.api_keys import Scope, digest_of, new_secret
-from deployments.auth.settings import KeyArgs
+from deployments.auth.key_args import KeyArgs
 
 MADE, REFUSED = 0, 2
 MIN_CHARS = 32  # of a key that was made elsewhere: the hash of a short key can be guessed

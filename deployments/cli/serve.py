@@ -10,8 +10,8 @@ import yaml
 from deployments.cli.launch import local_serve
 
 CPU = Path(__file__).parents[1] / "configs" / "cpu.yaml"
-STATUSES = """exit status: 0 interrupted, and all its processes have ended; 1 refused to start, with what to change.
-`assay check CONFIG` finds more, and starts nothing."""
+STATUSES = """exit status: 0 interrupted, and all its processes have ended; 1 it does not start, and the last line says
+why. `assay check CONFIG` finds more, and starts nothing."""
 
 
 def add(commands: Any) -> None:

@@ -158,6 +158,7 @@ class AppArgs(Section):
             strict=self.wire.strict,
             versions=versions,
             tokenizer_threads=self.http.tokenizer_threads,
+            cors_origins=self.http.cors_origins,
             max_inflight_requests=self.admission.max_inflight_requests,
             max_inflight_body_bytes=self.admission.max_inflight_body_bytes,
         )

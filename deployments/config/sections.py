@@ -3,17 +3,28 @@
 The string below a key is its description in docs/reference/configuration.md.
 """
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from deployments.protocol import MAX_MICRO_BATCH
 from deployments.section import Name, Seconds, Section
 from engine.config import Costs, ModelConfig, Range
 from scoring.templates import PRESETS, TemplateSpec
 
+ORIGIN = re.compile(r"\*|https?://[^\s/?#]+")
+
+
+def _check_origin(given: str) -> str:
+    if not ORIGIN.fullmatch(given):
+        raise ValueError("An origin must be `*`, or http:// or https:// with a host and without a path.")
+    return given
+
+
+Origin = Annotated[str, AfterValidator(_check_origin)]
 FlagName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 
 
@@ -292,6 +303,9 @@ class HttpArgs(Section):
 
     tokenizer_threads: int = Field(default=2, ge=1, le=256)
     """Threads of one ingress that tokenize and render templates."""
+    cors_origins: tuple[Origin, ...] = Field(default=(), max_length=64)
+    """Origins of web pages that may read answers, such as https://app.example.com; `*` is all of them. None: browsers
+    keep answers from pages of other origins."""
 
 
 class MetricsArgs(Section):

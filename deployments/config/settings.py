@@ -60,5 +60,6 @@ class ApiSettings:
     strict: bool = False  # unknown fields are refused instead of named in a header
     versions: dict[str, str] = field(default_factory=dict)  # of the package, Ray, ...; the replica's are in its card
     tokenizer_threads: int = 2
+    cors_origins: tuple[str, ...] = ()  # of web pages that may read answers
     max_inflight_requests: int = 1024
     max_inflight_body_bytes: int = 268_435_456

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Literal
 
 from deployments.broadcast import Broadcast
@@ -11,12 +11,18 @@ from deployments.config.sections import HealthArgs
 from deployments.health_probe import CanaryReply
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.periodic import PeriodicTask
+from deployments.start_failure import StartFailure
 
 log = logging.getLogger("ray.serve")
 EAGER_S = 0.2  # between canaries until the first has passed
 GRACE_S = 2.0  # for an answer beyond the canary's own limit
 PERIODS = 2  # a pass counts for so many
-Status = Literal["ready", "starting", "unready", "draining"]
+Status = Literal["ready", "starting", "failed", "unready", "draining"]
+
+
+async def no_failure() -> StartFailure | None:
+    """Knows of no failed start."""
+    return None
 
 
 class HealthMonitor(PeriodicTask):
@@ -31,11 +37,15 @@ class HealthMonitor(PeriodicTask):
         health: HealthArgs,
         metrics: IngressMetrics,
         clock: Callable[[], float] = time.monotonic,
+        start_failure: Callable[[], Awaitable[StartFailure | None]] = no_failure,
     ) -> None:
         self._broadcast = broadcast
         self._health = health
         self._metrics = metrics
         self._clock = clock
+        self._start_failure = start_failure
+        self._asked = clock()  # when Serve was last asked for a failed start
+        self._failure: StartFailure | None = None
         self._passed: dict[str, float] = {}  # replica: when it last passed
         self._since: dict[str, float] = {}  # replica: since when we know that it runs
         self._rounds: set[asyncio.Task[None]] = set()
@@ -65,6 +75,7 @@ class HealthMonitor(PeriodicTask):
     async def _round(self) -> None:
         try:
             await self.look()
+            await self._look_for_failure()
         except Exception:  # the loop must outlive a failed round; the passes then grow old by themselves
             log.exception("A round of canaries failed.")
 
@@ -74,6 +85,15 @@ class HealthMonitor(PeriodicTask):
         self.replicas = len(answers)
         since = self._oldest()
         self._passed = {name: when for name, when in self._passed.items() if when >= since}
+
+    async def _look_for_failure(self) -> None:
+        """Asks once a period, until a canary has passed, whether Serve has given up on the replicas."""
+        if self.seen_ready or self._clock() - self._asked < self._health.period_s:
+            return
+        self._asked = self._clock()
+        before, self._failure = self._failure, await self._start_failure()
+        if self._failure is not None and self._failure != before:
+            log.error("No replica can start: %s: %s", *self._failure)
 
     def _take(self, answer: object) -> None:
         if not isinstance(answer, CanaryReply):
@@ -109,13 +129,18 @@ class HealthMonitor(PeriodicTask):
             return "draining"
         if self.ready >= self._health.min_replicas:
             return "ready"
-        return "unready" if self.seen_ready else "starting"
+        if self.seen_ready:
+            return "unready"
+        return "starting" if self._failure is None else "failed"
 
     def readiness(self) -> dict[str, object]:
-        """Returns the body of /readyz. `canary_age_s` is the age of the newest pass."""
+        """Returns the body of /readyz. `canary_age_s` is the age of the newest pass, `reason` the class of the error
+        that a start has failed with."""
         newest = max(self._passed.values(), default=None)
+        status = self.status
         return {
-            "status": self.status,
+            "status": status,
+            **({"reason": self._failure.reason} if status == "failed" and self._failure else {}),
             "replicas_ready": self.ready,
             "replicas_total": self.replicas,
             "canary_age_s": None if newest is None else round(self._clock() - newest, 3),

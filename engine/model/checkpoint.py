@@ -22,6 +22,7 @@ from engine.model.checkpoint_audit import (
     audit_weights,
     check_loading_info,
     explain_other_weights,
+    one_line,
     read_json,
 )
 from engine.model.compatibility import UnsupportedModel, check_config
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 BUILTIN = Path(__file__).parents[1] / "builtin" / "target"
 REVISION = re.compile(r"[0-9a-f]{40}")
 RANDOM_SEED = 0
-MAX_ERROR = 300  # characters of another library's message
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -110,17 +110,13 @@ def read_config(folder: Path, max_model_len: int | None, head: str = "auto") -> 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise BadCheckpoint(f"{file} must be a configuration of `{kind}`: {_one_line(error)}.") from error
+        raise BadCheckpoint(f"{file} must be a configuration of `{kind}`: {one_line(error)}.") from error
     check_config(config, max_model_len)
     choose_head(config, "pooled" if head == "auto" and has_pooling(folder) else head)
     audit_folder(folder, config)
     if not architectures_of(config):
         log.warning("%s names no `architectures`: it is served as a language model.", file)
     return config
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:MAX_ERROR].rstrip(".:") or type(error).__name__
 
 
 def audit_files(folder: Path, config: Any, model: ModelConfig) -> CheckpointAudit | None:

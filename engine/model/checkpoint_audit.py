@@ -35,6 +35,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_mo
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 META = torch.device("meta")
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+MAX_ERROR = 300  # characters of another library's message
 MAX_NAMED = 3  # tensors in a message
 MODULES_OF_SCORES = ("Transformer", "LogitScore")  # of sentence-transformers: the model itself, and a reader of logits
 
@@ -88,6 +89,11 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BadCheckpoint(f"{file} must be a JSON object. Given: {type(found).__name__}.")
     return found
+
+
+def one_line(error: Exception) -> str:
+    """Returns another library's message in one line of at most MAX_ERROR characters."""
+    return " ".join(str(error).split())[:MAX_ERROR].rstrip(".:") or type(error).__name__
 
 
 def read_headers(folder: Path, config: Any = None) -> dict[str, TensorHeader]:

@@ -10,6 +10,7 @@ from torch import nn
 from engine.attention.interface import NO_SOFTCAP, attach
 from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind, StepSequences, pack
 from engine.kv_cache.storage import KVStorage
+from engine.model.checkpoint_audit import DOWNLOAD, BadCheckpoint
 from engine.model.compatibility import PROBE_TOKENS, LayerCall, ProbedModel, UnsupportedModel, attention_of
 from engine.model.lm_head import HeadSpec, full_rows, hidden_rows, output_rows
 from engine.requests import Int32s
@@ -119,6 +120,7 @@ class PackingCheck:
             array[1][:shared] = array[0][:shared]
         with attention_of(module, REFERENCE):
             self._reference = [_reference_rows(module, one) for one in self._ids]
+            _check_finite(model.architecture, module, self._reference)
             self._tolerance = _tolerance(module, self._ids[0], self._reference[0])
 
     def run(self) -> float:
@@ -167,6 +169,20 @@ class PackingCheck:
                         self._model.architecture,
                         "packed steps change the bits of its rows: set `engine.numerics` to fast",
                     )
+
+
+def _check_finite(architecture: str, module: nn.Module, rows: Sequence[torch.Tensor]) -> None:
+    """Raises BadCheckpoint, with the weights at fault, where the library's own rows are not finite."""
+    if all(bool(one.isfinite().all()) for one in rows):
+        return
+    names = [name for name, weight in module.named_parameters() if not bool(weight.isfinite().all())]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise BadCheckpoint(f"`{architecture}`: {names[0]}{more} has values that are not finite. {DOWNLOAD}")
+    raise BadCheckpoint(
+        f"`{architecture}`: its output is not finite in {module.dtype}, though its weights are: set `model.dtype` to "
+        "one with a wider range."
+    )
 
 
 def _check_lengths(calls: Sequence[LayerCall], max_model_len: int, device: str) -> tuple[int, int, int]:

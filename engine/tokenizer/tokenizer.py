@@ -7,8 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.model.checkpoint_audit import one_line, read_json
 from engine.tokenizer.control_tokens import ControlTokens, controls_of, renamed
 from engine.tokenizer.detokenizer import IncrementalDecoder
+
+VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "tekken.json", "*.tiktoken")
 
 
 class Encoded(NamedTuple):
@@ -70,10 +73,16 @@ class Tokenizer:
     def __init__(self, folder: Path, revision: str | None = None) -> None:
         from transformers import AutoTokenizer
 
+        if folder.is_dir() and not any(file for pattern in VOCABULARIES for file in folder.glob(pattern)):
+            raise ValueError(f"A folder of a tokenizer must hold a tokenizer.json. Given: {folder}, without one.")
         # Left out, `trust_remote_code` is a question on the terminal for a folder that brings code.
-        loaded = AutoTokenizer.from_pretrained(
-            str(folder), revision=revision, local_files_only=True, use_fast=True, trust_remote_code=False
-        )
+        options = {"revision": revision, "local_files_only": True, "use_fast": True, "trust_remote_code": False}
+        try:
+            loaded = AutoTokenizer.from_pretrained(str(folder), **options)
+        except Exception as error:  # the library's messages name neither file nor place
+            for file in sorted(folder.glob("*.json")):
+                read_json(file)
+            raise ValueError(f"No tokenizer can be read from {folder}: {one_line(error)}.") from error
         backend = getattr(loaded, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(f"{type(loaded).__name__} has no fast implementation: a tokenizer.json is needed.")

@@ -72,20 +72,28 @@ def python_of() -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def node_modules() -> Path:
-    """A folder with the packages of `requirements/node/`, kept between runs. Needs Node 20 or newer and npm."""
-    requirements = HERE / "requirements" / "node"
-    files = [requirements / "package.json", requirements / "package-lock.json"]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-    folder = VENVS / f"node-{digest}"
-    stamp = folder / ".complete"
-    if not stamp.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            shutil.copy(file, folder)
-        subprocess.run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"], cwd=folder, check=True)
-        stamp.touch()
-    return folder
+def node_modules_of() -> Callable[[str], Path]:
+    """`node_modules_of(client)`: a folder with the packages of `requirements/<client>/`, kept between runs.
+
+    It needs Node 20 or newer and npm.
+    """
+
+    def make(client: str) -> Path:
+        requirements = HERE / "requirements" / client
+        files = [requirements / "package.json", requirements / "package-lock.json"]
+        digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+        folder = VENVS / f"{client}-{digest}"
+        stamp = folder / ".complete"
+        if not stamp.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in files:
+                shutil.copy(file, folder)
+            options = ["--ignore-scripts", "--omit=optional", "--no-audit", "--no-fund"]
+            subprocess.run(["npm", "ci", *options], cwd=folder, check=True)
+            stamp.touch()
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")
@@ -95,14 +103,15 @@ def run_client(
     """`run_client(client, arguments)`: runs `clients/<client>.py` in its environment; what it writes as its answer.
 
     Both ways JSON: the script gets a file with `arguments` and the name of the file for its answer. `environment` is
-    another one than the script's own: the same script with another version of the client. The client `node` is a
-    script of Node.
+    another one than the script's own: the same script with another version of the client. A script that ends in .mjs
+    is of Node.
     """
 
     def command_of(client: str, environment: str) -> tuple[list[str], Path | None]:
         """The interpreter with its script, and the folder that the script must run in."""
-        if client == "node":
-            return ["node", str(HERE / "clients" / "node.mjs")], request.getfixturevalue("node_modules")
+        script = HERE / "clients" / f"{client}.mjs"
+        if script.is_file():
+            return ["node", str(script)], request.getfixturevalue("node_modules_of")(environment)
         return [str(python_of(environment)), str(HERE / "clients" / f"{client}.py")], None
 
     def run(client: str, arguments: dict[str, Any], environment: str | None = None) -> Any:

@@ -58,10 +58,11 @@ class ScriptedBackend:
     cancelled: int = 0
     sent: int = 0  # streamed replies
     status: str = "ready"
+    vocab_size: int = V
 
     async def card(self) -> ModelCard:
         versions = {"torch": "2"}
-        facts = (self.name, "toy", None, V, self.max_model_len, 256, self.eos, "raw_logprobs", versions)
+        facts = (self.name, "toy", None, self.vocab_size, self.max_model_len, 256, self.eos, "raw_logprobs", versions)
         return ModelCard(*facts, self.head)
 
     def check_open(self, timeout_s: float, tenant: str) -> None: ...

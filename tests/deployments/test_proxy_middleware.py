@@ -173,3 +173,40 @@ async def test_what_is_no_request_passes() -> None:
     unused: Any = None
     await ProxyMiddleware(app)(scope, unused, unused)
     assert seen == [{"type": "lifespan"}]
+
+
+STREAM: list[dict[str, Any]] = [
+    {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]},
+    {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True},
+    {"type": "http.response.body", "body": b"data: 2\n\n", "more_body": True},
+    {"type": "http.response.body", "body": b"", "more_body": False},
+]
+
+
+async def sent_by(messages: list[dict[str, Any]], version: str) -> list[dict[str, Any]]:
+    """What reaches the server of an application that sends `messages`."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in messages:
+            await send(message)
+
+    found: list[dict[str, Any]] = []
+
+    async def keep(message: Any) -> None:
+        found.append(message)
+
+    scope = {"type": "http", "headers": [], "http_version": version}
+    await ProxyMiddleware(app)(scope, None, keep)  # type: ignore[arg-type]
+    return found
+
+
+async def test_http_1_0_gets_a_stream_in_one_piece_with_its_length() -> None:
+    start, body = await sent_by(STREAM, "1.0")
+    assert dict(start["headers"])[b"content-length"] == b"18"
+    assert body["body"] == b"data: 1\n\ndata: 2\n\n" and not body.get("more_body")
+    assert await sent_by(STREAM, "1.1") == STREAM
+    whole: list[dict[str, Any]] = [
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]},
+        {"type": "http.response.body", "body": b"ok"},
+    ]
+    assert await sent_by(whole, "1.0") == whole

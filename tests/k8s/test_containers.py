@@ -149,7 +149,7 @@ def test_pins_of_the_gpu_are_inside_our_range_and_beside_the_others() -> None:
 
     ours, gpu = pins("constraints.txt"), pins("containers/constraints-cuda.txt")
     assert not set(ours) & set(gpu)
-    (wanted,) = project()["project"]["optional-dependencies"]["gpu"]
+    _, wanted = project()["project"]["optional-dependencies"]["gpu"]  # beside the service itself
     least, below = re.match(r"flashinfer-python>=([0-9.]+),<([0-9.]+)$", wanted).groups()  # type: ignore[union-attr]
     given, low, high = (tuple(map(int, one.split("."))) for one in (gpu["flashinfer-python"], least, below))
     assert low <= given < high

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.auth.settings import KeyArgs
+from deployments.auth.key_args import KeyArgs
 from deployments.config.app_args import AppArgs
 from deployments.config.schema import options, section_in
 from deployments.errors import ERROR_KINDS

@@ -1,10 +1,11 @@
-"""Serves POST /rerank, /v1/rerank and /v2/rerank: documents in the order in which they suit a query.
+"""Ranks documents by how they suit a query; `rerank_dialects` has the routes.
 
 `deployments.api.endpoints.pair_scores` builds one `engine.requests.ScoreRequest`, whose labels are the rerank
 template's yes and no, or its single label, whose logit is the score. It builds one `engine.requests.PoolingRequest`
 where the model has a pooling head.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,9 +45,15 @@ class Ranking(NamedTuple):
     cached_tokens: int
 
 
-async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
-    """Answers the rerank routes. Raises ApiError or ScoringError for a request that is refused."""
-    body = await handler.parse(context, RerankRequest)
+Render = Callable[[RerankRequest, ModelCard, Documents, Ranking, str], Any]
+
+
+async def rank(handler: RequestHandler, context: RequestContext, body: RerankRequest, render: Render) -> Response:
+    """Ranks the documents of a request, and answers in the form that `render` gives the ranking.
+
+    Raises:
+        ApiError, ScoringError: The request is refused.
+    """
     card = await handler.served(body.model)
     template = pair_template(handler, card)
     documents = await handler.off_loop(context.body_bytes, _documents, handler, body, context.route)
@@ -73,7 +80,7 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     ranking = Ranking(request_id, order, scored.truncated, scored.prompt_tokens, scored.cached_tokens)
     report_items(handler, context, scored.truncated)
     size = context.body_bytes + ENTRY_BYTES * len(ranking.order)
-    return await handler.sized_json(context, size, partial(_answer, body, card, documents, ranking, context.route))
+    return await handler.sized_json(context, size, partial(render, body, card, documents, ranking, context.route))
 
 
 def _documents(handler: RequestHandler, body: RerankRequest, route: str) -> Documents:
@@ -133,7 +140,8 @@ def _wants_raw(body: RerankRequest) -> bool:
     return bool(body.raw_scores) or activated is False
 
 
-def _answer(body: RerankRequest, card: ModelCard, documents: Documents, ranking: Ranking, route: str) -> Any:
+def answer(body: RerankRequest, card: ModelCard, documents: Documents, ranking: Ranking, route: str) -> Any:
+    """Returns the answer in Cohere's form, or for `texts` in that of text-embeddings-inference."""
     if documents.field == "texts":
         return _texts_answer(documents, ranking)
     results = [

@@ -363,8 +363,10 @@ async def _bad_words(handler: RequestHandler, words: list[str]) -> tuple[tuple[i
 def _check_ranges(
     vocab_size: int, body: GenerationRequest, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> None:
+    given = getattr(body, "prompt", None)  # absent from a chat, whose messages are text
+    text = not given or isinstance(given[0], str)
     for index, prompt in enumerate(prompts):
-        check_ids("prompt" if len(prompts) == 1 else f"prompt[{index}]", prompt, vocab_size)
+        check_ids("prompt" if len(prompts) == 1 else f"prompt[{index}]", prompt, vocab_size, text=text)
     named = {
         "logit_bias": [token for token, _ in params.logit_bias],
         "allowed_token_ids": body.allowed_token_ids or (),

@@ -92,11 +92,21 @@ def ids(limit: str, minimum: int = 0, null: bool = True) -> Any:
     return PlainValidator(check, json_schema_input_type=(list[int] | None) if null else list[int])
 
 
-def strings(limit: str, chars: str, minimum: int = 0, min_chars: int = 1, one: bool = False) -> Any:
+def absent(why: str) -> Any:
+    """Returns a validator that allows only `null`, for a field of another dialect. `why` names the right route."""
+
+    def check(value: object) -> None:
+        if value is not None:
+            raise refused(f"absent: {why}", describe(value))
+
+    return PlainValidator(check, json_schema_input_type=None)
+
+
+def strings(limit: str, chars: str, minimum: int = 0, min_chars: int = 1, one: bool = False, null: bool = True) -> Any:
     """Returns a validator of `[str]`, or (with `one`) also of a bare string, which becomes a list of one."""
 
     def check(value: object, info: ValidationInfo) -> list[str] | None:
-        if value is None:
+        if value is None and null:
             return None
         if one and isinstance(value, str):
             value = [value]
@@ -106,7 +116,8 @@ def strings(limit: str, chars: str, minimum: int = 0, min_chars: int = 1, one: b
         maximum = bound(info, chars)
         return [check_string(entry, min_chars, maximum, f" at [{i}]") for i, entry in enumerate(value)]
 
-    return PlainValidator(check, json_schema_input_type=(str | list[str] | None) if one else (list[str] | None))
+    kinds = (str | list[str]) if one else list[str]
+    return PlainValidator(check, json_schema_input_type=(kinds | None) if null else kinds)
 
 
 def texts_or_ids(limit: str, minimum: int = 1, one: bool = False, null: bool = False) -> Any:

@@ -53,7 +53,9 @@ class Alive(BaseModel):
 class Readiness(BaseModel):
     model_config = ConfigDict(extra="allow")
 
-    status: Literal["ready", "starting", "unready", "draining"]
+    status: Literal["ready", "starting", "failed", "unready", "draining"]
+    reason: str | None = None
+    """The class of the error that the start has failed with, where `status` is failed."""
     replicas_ready: int
     replicas_total: int
     canary_age_s: float | None

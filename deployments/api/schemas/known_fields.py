@@ -56,7 +56,7 @@ REFUSED: Mapping[str, Neutral] = {
     "max_tokens_per_doc": (), "max_tokens_per_query": (), "max_chunks_per_doc": _ONE, "overlap_tokens": (),
     "late_chunking": _OFF, "chunking_options": (), "is_iql": _OFF, "rank_fields": (), "step_tag_id": (),
     "returned_token_ids": (), "embed_override_token_id": (), "query_embed_overrides": (), "item_embed_overrides": (),
-    "cache_salt": (), "extra_key": (),
+    "rewrite_query": _OFF, "cache_salt": (), "extra_key": (),
     # How much is generated, and when it stops.
     "max_tokens": _ZERO, "max_completion_tokens": _ZERO, "max_output_tokens": (), "max_new_tokens": (),
     "n_predict": (-1,), "min_tokens": _ZERO, "min_new_tokens": _ZERO, "n": _ONE, "n_cmpl": _ONE, "best_of": _ONE,

@@ -1,8 +1,8 @@
-"""Declares the request and the answers of the rerank routes: one request model for the dialects of five clients."""
+"""Declares the request of the rerank routes, one for the dialects of several clients, and the answers of two."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, PlainValidator, RootModel, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, PlainValidator, ValidationInfo
 
 from deployments.api.schemas.chat import content_text
 from deployments.api.schemas.fields import (
@@ -25,7 +25,7 @@ IMAGES = ("image", "image_url", "images")
 SIDES = ("left", "right")
 
 
-def texts_or_objects(limit: str) -> Any:
+def texts_or_objects(limit: str, null: bool = True) -> Any:
     """Returns a validator of `[str | object]`. The ranked field of an object is chosen later, by `rank_fields`.
 
     An object whose `content` is a list of text parts is the text of its parts; in place of the whole list it is one
@@ -33,7 +33,7 @@ def texts_or_objects(limit: str) -> Any:
     """
 
     def check(value: object, info: ValidationInfo) -> list[Document] | None:
-        if value is None:
+        if value is None and null:
             return None
         if isinstance(value, dict) and isinstance(value.get("content"), list):
             value = value["content"]
@@ -43,7 +43,8 @@ def texts_or_objects(limit: str) -> Any:
         maximum = bound(info, "max_string_chars")
         return [_document(entry, maximum, index) for index, entry in enumerate(value)]
 
-    return PlainValidator(check, json_schema_input_type=list[str | dict[str, Any]] | None)
+    kinds = list[str | dict[str, Any]]
+    return PlainValidator(check, json_schema_input_type=(kinds | None) if null else kinds)
 
 
 def text_or_parts() -> Any:
@@ -76,8 +77,17 @@ def _side(value: object) -> object:
     return value.lower() if isinstance(value, str) and value.lower() in SIDES else value
 
 
+class PineconeParameters(Body):
+    """Holds the options of Pinecone's reranker."""
+
+    truncate: Literal["NONE", "END"] | None = None
+
+
 class RerankRequest(Body):
-    """Holds `documents` (Cohere, Jina, vLLM, SGLang) or `texts` (text-embeddings-inference). `null` means absent."""
+    """Holds `documents` (Cohere, Jina, vLLM, SGLang, Voyage, Pinecone) or `texts` (text-embeddings-inference).
+
+    `null` means absent. `top_k` and `truncation` are Voyage's, `parameters` Pinecone's.
+    """
 
     model: Name | None = None
     query: Annotated[str, text_or_parts()]
@@ -101,6 +111,9 @@ class RerankRequest(Body):
     priority: Annotated[int, one_of(lambda x: 0 <= x <= 999, "in [0, 999]")] | None = None
     cache_salt: Salt | None = None
     max_chunks_per_doc: int | None = None
+    top_k: Count | None = None
+    truncation: bool | None = None
+    parameters: PineconeParameters | None = None
 
 
 class RankedDocument(BaseModel):
@@ -160,10 +173,6 @@ class TextRank(BaseModel):
     score: float
     text: str | None = None
     truncated: Literal[True] | None = None
-
-
-class RerankAnswer(RootModel[RerankResponse | list[TextRank]]):
-    """Answers `documents` with an object, and `texts` with a list."""
 
 
 class RerankErrorBody(ErrorBody):

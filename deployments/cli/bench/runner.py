@@ -1,10 +1,12 @@
 """Runs a load test from its first request to its record."""
 
 import argparse
+import asyncio
 import json
 import math
 import random
 import sys
+import time
 import urllib.request
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -49,6 +51,7 @@ class LoadTest:
     given: argparse.Namespace
     table: Table
     levels: list[LoadLevel] = field(default_factory=list)
+    _measured: list[results.RequestTiming] = field(default_factory=list)  # of the current run
 
     @property
     def open(self) -> bool:
@@ -70,23 +73,34 @@ class LoadTest:
             for number in range(self.given.runs):
                 self.table.begin(f"{one:,.4g}", f"{number + 1}/{self.given.runs}")
                 seed = f"{self.given.seed}/{one}/{number}"
-                found = await (self._offered(one, seed) if self.open else self._closed(int(one), None, seed))
-                level.runs.append(results.summarise(found, self.given.seconds, self.given.objective_ms))
-                self.table.end(level.runs[-1])
+                self._measured.clear()
+                began = time.monotonic()
+                seconds = self.given.seconds
+                try:
+                    await (self._offered(one, seed) if self.open else self._closed(int(one), None, seed))
+                except asyncio.CancelledError:  # what has been answered by then counts, as a shorter run
+                    seconds = min(seconds, time.monotonic() - began)
+                    raise
+                finally:
+                    if self._measured:
+                        level.runs.append(results.summarise(self._measured, seconds, self.given.objective_ms))
+                        self.table.end(level.runs[-1])
             self.table.median(f"{one:,.4g}", results.spreads(level.runs))
 
     async def _offered(self, rate: float, seed: str) -> list[results.RequestTiming]:
         draw = random.Random(seed)
         due = load_generator.poisson(rate, self.given.seconds, draw)
         requests = [WORKLOADS[self.given.workload](self.model, draw) for _ in due]
-        return await load_generator.open_loop(self.target, due, requests, self.table.add)
+        return await load_generator.open_loop(self.target, due, requests, self._add)
+
+    def _add(self, timing: results.RequestTiming) -> None:
+        self._measured.append(timing)
+        self.table.add(timing)
 
     async def _closed(self, clients: int, seconds: float | None, seed: str) -> list[results.RequestTiming]:
         workload = WORKLOADS[self.given.workload]
         length = self.given.seconds if seconds is None else seconds
-        return await load_generator.closed_loop(
-            self.target, self.model, workload, clients, length, seed, self.table.add
-        )
+        return await load_generator.closed_loop(self.target, self.model, workload, clients, length, seed, self._add)
 
     async def _rates(self) -> list[float]:
         """Returns fractions of the throughput of a closed loop. Raises NoService if no request is answered."""

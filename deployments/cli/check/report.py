@@ -142,7 +142,7 @@ def _here() -> resources.MachineResources:
 
 
 def errors_of(config: dict[str, Any]) -> list[Finding]:
-    """Finds the errors that stop a config from starting, or open it to other machines, without building anything."""
+    """Finds the errors that stop a config from starting on this machine, or open it to others, without building it."""
     findings = list(document.check_schema(config))
     applications = config.get("applications")
     for index, one in enumerate(applications if isinstance(applications, list) else []):
@@ -150,5 +150,6 @@ def errors_of(config: dict[str, Any]) -> list[Finding]:
             where = under(under("applications", index), "args")
             args, found = document.check_arguments(one.get("args") or {}, where)
             findings += found
-            findings += application.check_exposure(config, args, where) if args else ()
+            if args is not None:
+                findings += [*application.check_exposure(config, args, where), *_model(args, where, 1)[1]]
     return [one for one in findings if one.level == "error"]

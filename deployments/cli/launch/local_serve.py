@@ -16,19 +16,24 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
 from deployments.cli.launch import haproxy, ray_env
 from deployments.cli.launch.listening_ports import listeners
 
+if TYPE_CHECKING:
+    from ray.serve.schema import ApplicationStatusOverview
+
+Statuses = Callable[[], Mapping[str, "ApplicationStatusOverview"]]
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
-POLL_S = 0.5
+POLL_S, IDLE_S = 0.5, 10.0
+END_S = 30.0  # for requests in flight
 LOOPBACK, EVERY_INTERFACE = "127.0.0.1", ("0.0.0.0", "::")
 STARTED, REFUSED = 0, 1
 QUESTION = {  # in the built-in model's own form
@@ -54,13 +59,14 @@ class LocalService:
     fast: bool = False
 
     @property
-    def url(self) -> str:
-        return url_of(self.config)
+    def urls(self) -> dict[str, str]:
+        return urls_of(self.config)
 
     def refuse(self) -> None:
         """Raises CannotServe if the port is taken, or fast mode would be open to other machines."""
-        if taken(self.url):
-            raise CannotServe(f"{self.url} is taken by another process: change http_options.port in {self.name}.")
+        url = next(iter(self.urls.values()))
+        if taken(url):
+            raise CannotServe(f"{url} is taken by another process: change http_options.port in {self.name}.")
         if self.fast and os.environ.get("RAY_AUTH_MODE", "token") != "token":
             raise CannotServe(
                 "`RAY_AUTH_MODE` must be token in fast mode: replicas accept pickled calls on all interfaces. "
@@ -73,14 +79,14 @@ class LocalService:
             self._check()
             file = folder / "config.yaml"
             file.write_text(yaml.safe_dump(self.config, sort_keys=False), "utf-8")
-            _serve(file, self.url)
+            _serve(file, self.urls, self.name)
 
     def _check(self) -> None:
         from deployments.cli.check import report  # it imports Ray, which must find its environment
 
         errors = report.errors_of(self.config)
         if errors:
-            raise CannotServe("\n".join(map(str, errors)) + f"\n{self.name} is not served: `assay check` finds more.")
+            raise CannotServe(f"{self.name} is not served: " + "\n".join(map(str, errors)))
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[Path]:
@@ -103,6 +109,9 @@ def read(file: Path) -> dict[str, Any]:
     """Reads a config. A missing host becomes loopback; Serve's default is all interfaces. Raises CannotServe."""
     try:
         found = yaml.safe_load(file.read_text("utf-8"))
+    except yaml.MarkedYAMLError as error:
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if (mark := error.problem_mark) else ""
+        raise CannotServe(f"{file} must be a readable YAML file: {error.problem}{place}.") from None
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise CannotServe(f"{file} must be a readable YAML file: {error}") from None
     if not isinstance(found, dict):
@@ -118,7 +127,7 @@ def serve(file: Path, *, fast: bool = False) -> int:
         local.refuse()
         local.run()
     except CannotServe as error:
-        print(error, file=sys.stderr)
+        print(f"assay serve: {error}", file=sys.stderr)
         return REFUSED
     return STARTED
 
@@ -132,9 +141,18 @@ def _haproxy() -> tuple[Path | None, Path | None]:
         return None, None
 
 
-def _serve(config: Path, url: str) -> None:
+def _serve(config: Path, urls: Mapping[str, str], name: str) -> None:
+    """Runs a config until interrupted. Raises CannotServe if an application fails to start."""
     import ray
+    from click.exceptions import Abort
+    from ray import serve
     from ray.serve.scripts import cli
+
+    interrupted = threading.Event()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
 
     try:
         ray.init(
@@ -145,23 +163,78 @@ def _serve(config: Path, url: str) -> None:
             num_cpus=max(4, os.cpu_count() or 1),  # logical CPUs: enough for all actors on a small machine
         )
         for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets its own; a shell may ignore SIGINT
-            signal.signal(number, _interrupt)
-        threading.Thread(target=announce, args=(url,), name="announce", daemon=True).start()
-        cli.main(["run", str(config)], standalone_mode=False)
-    except (SystemExit, KeyboardInterrupt):
-        pass  # `serve run` ends so after an interrupt, as does an interrupt before it
+            signal.signal(number, interrupt)
+        cli.main(["run", "--non-blocking", str(config)], standalone_mode=False)
+        follow(lambda: serve.status().applications, urls, name)
+    except (KeyboardInterrupt, Abort):  # click's name of an interrupt of `serve run`
+        pass
+    except SystemExit:  # `serve run` has printed the error, or was interrupted itself
+        if not interrupted.is_set():
+            raise CannotServe(f"Serve refuses {name}, for the reason above.") from None
     finally:
+        if ray.is_initialized():
+            _end(list(urls))
         ray.shutdown()
 
 
-def url_of(config: object) -> str:
-    """Returns the URL of the first application of a Serve config, from this machine."""
+def _end(applications: Sequence[str]) -> None:
+    """Lets the applications end. `serve.shutdown` does too, and then Ray reports the controller's end as a failure."""
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    until = time.monotonic() + END_S
+    # A second interrupt ends the wait. There is no Serve where the first one came before it, or to `serve run`.
+    with contextlib.suppress(KeyboardInterrupt, RayServeException):
+        for application in applications:
+            serve.delete(application, _blocking=False)
+        while serve.status().applications and time.monotonic() < until:
+            time.sleep(POLL_S)
+
+
+def follow(statuses: Statuses, urls: Mapping[str, str], name: str, poll_s: float = POLL_S) -> NoReturn:
+    """Announces each application once it is ready, and waits for an interrupt.
+
+    Args:
+        statuses: returns the status of each application.
+        urls: of the applications by name.
+        name: of the configuration's file, for messages.
+        poll_s: between two looks.
+
+    Raises:
+        CannotServe: An application has failed to start.
+    """
+    from deployments.start_failure import failure_of
+
+    started = time.monotonic()
+    waiting = dict(urls)
+    while waiting:
+        found = statuses()
+        for application, url in urls.items() & waiting.items():
+            status = found.get(application)
+            failure = status and failure_of(status)
+            if failure:
+                raise CannotServe(f"{name} is not served: {failure.reason}: {failure}")
+            if status and status.status == "RUNNING" and ready(url):  # before, Serve would log each look as a client
+                del waiting[application]
+                announce(url, time.monotonic() - started)
+        time.sleep(poll_s)
+    while True:
+        time.sleep(IDLE_S)
+
+
+def urls_of(config: object) -> dict[str, str]:
+    """Returns the URL of each application of a Serve config, from this machine."""
     found = config if isinstance(config, dict) else {}
     http = found.get("http_options") or {}
-    prefix = (found.get("applications") or [{}])[0].get("route_prefix") or "/"
     host = str(http.get("host", LOOPBACK))
     host = LOOPBACK if host in EVERY_INTERFACE else f"[{host}]" if ":" in host else host
-    return f"http://{host}:{http.get('port', 8000)}{prefix.rstrip('/')}"
+    applications = found.get("applications") or [{}]
+    return {
+        str(one.get("name", "default")): f"http://{host}:{http.get('port', 8000)}"
+        + (one.get("route_prefix") or "/").rstrip("/")
+        for one in applications
+        if isinstance(one, dict)
+    }
 
 
 def taken(url: str) -> bool:
@@ -174,13 +247,10 @@ def taken(url: str) -> bool:
         return False
 
 
-def announce(url: str) -> None:
-    """Waits until /readyz answers 200, then prints the URL, an example and the open ports."""
-    started = time.monotonic()
-    while not ready(url):
-        time.sleep(POLL_S)
+def announce(url: str, seconds: float) -> None:
+    """Prints the URL, an example and the open ports of an application that is ready after so many seconds."""
     print(
-        f"\nReady after {time.monotonic() - started:.0f} s at {url}\n"
+        f"\nReady after {seconds:.0f} s at {url}\n"
         f"  curl {url}/generative_scoring -H 'content-type: application/json' -d '{json.dumps(QUESTION)}'\n"
         f"{_open_ports()}",
         flush=True,
@@ -209,7 +279,3 @@ def ready(url: str) -> bool:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -4,19 +4,25 @@ command continues where the output ends."""
 import argparse
 import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from deployments.cli.progress import ProgressBar, duration
 from deployments.cli.score_files.client import GaveUp, Refusal, ServiceClient, in_order
 from deployments.cli.score_files.journal import Journal, JournalError
+from deployments.cli.score_files.output import STDOUT, Printed, finish, open_output
 from deployments.cli.score_files.reader import READERS, InputError, InputFile, InputRecord
 from deployments.cli.score_files.routes import ROUTES, RecordFields, ScoringRoute, request_field
 
+STDIN = Path("-")
+CHECKED = 16  # records that are looked at before the first request
 ALL_SCORED, SOME_FAILED, REFUSED, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130
 STATUSES = """exit status: 0 every item has a score; 1 some have an error instead; 2 the options, the input or the
 output are wrong, or the service refuses all items; 3 the service was unreachable for too long; 130 interrupted. After 3
@@ -40,8 +46,14 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("score", help="score a file against a running service", epilog=STATUSES)
     parser.set_defaults(run=run)
     option = parser.add_argument
-    option("input", type=Path, help=f"a file with one record an item: {', '.join(READERS)}")
-    option("-o", "--output", type=Path, required=True, help="JSONL with one line a record, in the same order")
+    option("input", type=Path, help=f"one record an item: {', '.join(READERS)}, or - for JSONL on standard input")
+    option(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        help="one line a record, in the same order: .jsonl, .csv, .parquet, or - for JSONL on standard output",
+    )
     option("--url", default="http://127.0.0.1:8000", help="the service (%(default)s)")
     option("--route", choices=sorted(ROUTES), default="generative_scoring", help="the route (%(default)s)")
     option(
@@ -83,13 +95,25 @@ class FileScorer:
     tokens: int = 0
     cached: int = 0
 
-    def score(self, journal: Journal, progress: ProgressBar) -> None:
+    def check_first(self) -> None:
+        """Raises InputError if none of the first records can be scored, as with a wrong name of a field."""
+        first = list(islice(self.source.records(), CHECKED))
+        problems = [self.route.problem(record) for record in first]
+        if first and all(problems):
+            names = ", ".join(f"`{name}`" for name in first[0].fields) or "none"
+            raise InputError(
+                f"None of the first {len(first)} records can be scored: {problems[0]} Fields of the first: {names}."
+            )
+
+    def score(self, journal: Journal | Printed, progress: ProgressBar) -> None:
         """Scores what the journal does not have yet.
 
         Raises:
             GaveUp, ServiceRefused, InputError: what is in the journal by then is valid.
         """
         self.done_before = journal.done
+        if not journal.done:
+            self.check_first()
         batches = self.route.batches(self.source.records(journal.done))
         for found in in_order(self.score_batch, batches, self.concurrency):
             journal.append(found.lines)
@@ -117,12 +141,24 @@ class FileScorer:
 
 
 def run(given: argparse.Namespace) -> int:
+    if given.input != STDIN:
+        return _run(given)
+    with tempfile.TemporaryDirectory(prefix="assay-") as folder:  # the records are read twice: to count and to score
+        given.input = Path(folder) / "standard-input.jsonl"
+        with given.input.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        return _run(given)
+
+
+def _run(given: argparse.Namespace) -> int:
     started = time.monotonic()
     try:
+        if given.json and given.output == STDOUT:
+            raise ValueError("`--json` must be absent where the output is standard output.")
         work = _prepare(given)
         stamp, terms = work.source.stamp(), {"input": work.source.fingerprint(), **work.route.terms()}
         total = work.source.count()
-        journal = Journal(given.output, work.source.path, terms)
+        journal = open_output(given.output, work.source.path, terms)
     except (InputError, JournalError, ValueError, OSError) as error:
         return _report(str(error), REFUSED)
     progress = ProgressBar(total, journal.done, None if given.no_progress else sys.stderr)
@@ -133,14 +169,15 @@ def run(given: argparse.Namespace) -> int:
         work.service.close()
     if status == ALL_SCORED and work.source.stamp() != stamp:
         return _report(f"{given.input} has changed while it was read: the output mixes both.", REFUSED)
-    if status == ALL_SCORED and journal.failed:
-        status = SOME_FAILED
+    if status == ALL_SCORED:
+        finish(given.output)
+        status = SOME_FAILED if journal.failed else ALL_SCORED
     progress.end(journal.failed)
     _summary(given, work, journal, total, time.monotonic() - started, status)
     return status
 
 
-def _score(work: FileScorer, journal: Journal, progress: ProgressBar) -> int:
+def _score(work: FileScorer, journal: Journal | Printed, progress: ProgressBar) -> int:
     try:
         work.score(journal, progress)
     except GaveUp as error:
@@ -176,7 +213,7 @@ def _prepare(given: argparse.Namespace) -> FileScorer:
 
 
 def _summary(
-    given: argparse.Namespace, work: FileScorer, journal: Journal, total: int, seconds: float, status: int
+    given: argparse.Namespace, work: FileScorer, journal: Journal | Printed, total: int, seconds: float, status: int
 ) -> None:
     """Prints items and errors of the whole output, and tokens, time and rate of this run."""
     now = journal.done - work.done_before
@@ -187,6 +224,7 @@ def _summary(
             "items": total,
             "done": journal.done,
             "errors": journal.failed,
+            "first_error": journal.first_error,
             "done_now": now,
             "prompt_tokens": work.tokens,
             "cached_tokens": work.cached,
@@ -202,6 +240,9 @@ def _summary(
         f"{work.service.retries:,} retries.",
         file=sys.stderr,
     )
+    if journal.first_error is not None:
+        first = journal.first_error
+        print(f"First error: record {first['index']}: {first['code']}: {first['message']}", file=sys.stderr)
 
 
 def _report(message: str, status: int) -> int:

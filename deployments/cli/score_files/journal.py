@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,23 @@ class JournalError(Exception):
     """Says why an output cannot be continued, and what to do."""
 
 
-class Journal:
+class Tally:
+    """Counts the lines of an output, those with an error among them, and keeps the first error."""
+
+    def __init__(self) -> None:
+        self.done = self.failed = 0
+        self.first_error: dict[str, Any] | None = None  # with the index of its record
+
+    def count(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Counts lines that have been written."""
+        for line in lines:
+            self.done += 1
+            if line.get("error") is not None:
+                self.failed += 1
+                self.first_error = self.first_error or {"index": line["index"], **line["error"]}
+
+
+class Journal(Tally):
     """Appends lines to an output, which one process at a time has open, or continues an output that exists.
 
     `done` lines are written, `failed` of them with an error. An incomplete last line is removed.
@@ -35,7 +51,7 @@ class Journal:
         self.path = path
         self.source = source
         self.note = path.with_name(path.name + ".assay")
-        self.done = self.failed = 0
+        super().__init__()
         self._file = path.open("ab")
         try:
             self._lock()
@@ -54,8 +70,7 @@ class Journal:
             return
         self._file.write(b"".join(json.dumps(line, default=str).encode() + b"\n" for line in lines))
         self._file.flush()
-        self.done += len(lines)
-        self.failed += sum(line.get("error") is not None for line in lines)
+        self.count(lines)
         if time.monotonic() - self._synced > SYNC_S:
             self._sync()
 
@@ -125,9 +140,9 @@ class Journal:
                 try:
                     found = json.loads(line)
                     index, error = found["index"], found["error"]
+                    whole = error is None or {**error}.keys() >= {"code", "message"}
                 except (ValueError, TypeError, KeyError):
-                    index, error = None, None
-                if index != self.done:
+                    index, whole = None, False
+                if index != self.done or not whole:
                     raise JournalError(f"{self.path} is damaged at line {self.done + 1}: name another output.")
-                self.done += 1
-                self.failed += error is not None
+                self.count([found])

@@ -70,7 +70,9 @@ GOOD: dict[str, list[dict[str, Any]]] = {
         {"query": [1], "items": [[1], [2]], "continuations": [[[3]], [[4, 5], [6]]], "layout": "columns"},
     ],
     "/rerank": [DOCUMENTS, {"query": "q", "texts": ["a", "b"], "return_text": True}],
-    "/v1/rerank": [DOCUMENTS | {"top_n": 1, "return_documents": True}],
+    "/v1/rerank": [DOCUMENTS | {"top_n": 1, "return_documents": True}, DOCUMENTS | {"top_k": 1, "truncation": True}],
+    "/v1/reranking": [{"query": "q", "input": ["a", {"text": "b"}], "top_k": 1, "return_input": True}],
+    "/v1/rerankings": [{"query": "q", "texts": ["a", "b"], "top_n": 1}],
     "/v2/rerank": [DOCUMENTS | {"rank_fields": ["title", "text"], "max_tokens_per_doc": 3, "raw_scores": True}],
     "/v1/score": [
         {"query": "q", "items": "a", "label_token_ids": [1]},

@@ -18,6 +18,7 @@ from deployments.api.schemas.info import DetokenizeRequest, TokenizeRequest
 from deployments.api.schemas.known_fields import HARMLESS, MESSAGE_REFUSED, REFUSED, is_neutral
 from deployments.api.schemas.pooling import PoolingBody
 from deployments.api.schemas.rerank import RerankRequest
+from deployments.api.schemas.rerank_dialects import IsaacusRequest, MixedbreadRequest
 from deployments.api.schemas.score import ScoreBody
 from deployments.config.settings import ApiSettings
 from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
@@ -31,6 +32,8 @@ ROUTES: dict[str, tuple[type[Body], dict[str, Any]]] = {
     "/rerank": (RerankRequest, RERANK),
     "/v1/rerank": (RerankRequest, RERANK),
     "/v2/rerank": (RerankRequest, RERANK),
+    "/v1/reranking": (MixedbreadRequest, {"query": "q", "input": ["a"]}),
+    "/v1/rerankings": (IsaacusRequest, {"query": "q", "texts": ["a"]}),
     "/v1/score": (ScoreBody, SCORE),
     "/score": (ScoreBody, SCORE),
     "/pooling": (PoolingBody, {"input": "a"}),

@@ -117,7 +117,7 @@ async def test_parameters_of_the_media_type_are_allowed(wire: Callable[..., Any]
         ("GET", "/docs", 404, "not_found"),
         ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("HEAD", "/v1/completions", 405, None),
-        ("OPTIONS", "/v1/completions", 405, "method_not_allowed"),
+        ("OPTIONS", "/nothing", 404, "not_found"),
         ("DELETE", "/v1/models/toy", 405, "method_not_allowed"),
     ],
 )
@@ -325,7 +325,10 @@ async def test_a_byte_order_mark_is_no_part_of_the_body(client: Any) -> None:
     [
         (b'{"prompt": "a",}', "trailing comma at line 1 column 16."),
         (b'{"prompt":\n "s3cr3t" "b"}', "at line 2 column 11."),
-        (b'{"prompt": "s3cr3t \\ud800"}', "at line 1 column 26. Half of a surrogate pair is no character."),
+        (
+            b'{"prompt": "s3cr3t \\ud800"}',
+            "at line 1 column 26. `prompt` has half of a surrogate pair, which is no character.",
+        ),
         (b'{"prompt": "\xff"}', "at line 1 column 13."),
         (b"", "at line 1 column 0."),
     ],
@@ -345,3 +348,60 @@ async def test_errors_say_what_the_route_takes(client: Any) -> None:
     ):
         found = await client.http.request(method, f"http://api{path}", headers={"content-type": "application/json"})
         assert words in found.json()["error"]["message"], found.text
+
+
+async def test_options_names_the_methods_of_a_route(client: Any) -> None:
+    for path, methods in (("/v1/completions", "POST, OPTIONS"), ("/v1/models", "GET, HEAD, OPTIONS")):
+        found = await client.http.request("OPTIONS", f"http://api{path}")
+        assert (found.status_code, found.headers["allow"], found.content) == (204, methods, b"")
+
+
+@pytest.mark.parametrize(("coding", "status"), [(b"chunked", 200), (b"Chunked", 200), (b"gzip, chunked", 400)])
+async def test_a_body_in_another_coding_than_chunks_is_refused(
+    wire: Callable[..., Any], coding: bytes, status: int
+) -> None:
+    """Nothing undoes the other codings, so the body would be read as if there were none."""
+    found = await answer(wire("/v1/completions", {"prompt": "a"}, headers=[JSON, (b"transfer-encoding", coding)]))
+    assert found[:2] == (status, "invalid_header" if status == 400 else None)
+
+
+PAGE = {"origin": "https://app.example.com"}
+PREFLIGHT = {**PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+
+
+@pytest.mark.parametrize("settings", [ApiSettings(cors_origins=("https://app.example.com",))])
+async def test_pages_of_a_configured_origin_may_ask_and_read(client: Any) -> None:
+    found = await client.http.request("OPTIONS", "http://api/v1/completions", headers=PREFLIGHT)
+    assert found.status_code == 200
+    assert found.headers["access-control-allow-origin"] == PAGE["origin"]
+    assert "POST" in found.headers["access-control-allow-methods"]
+    assert "authorization" in found.headers["access-control-allow-headers"].lower()
+    found = await client.http.get("http://api/v1/models", headers=PAGE)
+    assert found.headers["access-control-allow-origin"] == PAGE["origin"]
+    assert "x-request-id" in found.headers["access-control-expose-headers"]
+    found = await client.http.get("http://api/nothing", headers=PAGE)
+    assert (found.status_code, found.headers["access-control-allow-origin"]) == (404, PAGE["origin"])
+
+
+@pytest.mark.parametrize("settings", [ApiSettings(cors_origins=("https://app.example.com",)), ApiSettings()])
+async def test_pages_of_other_origins_may_not(client: Any) -> None:
+    other = {"origin": "https://other.example.com"}
+    for found in (
+        await client.http.request("OPTIONS", "http://api/v1/completions", headers=PREFLIGHT | other),
+        await client.http.get("http://api/v1/models", headers=other),
+    ):
+        assert "access-control-allow-origin" not in found.headers
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        (rb'{"query":"a","documents":["b","c \ud83d"]}', "documents[1]"),
+        (rb'{"query":"\udc00","documents":["b"]}', "query"),
+        (rb'{"query":"a","documents":[{"text":"\ud83d"}]}', "documents[0].text"),
+    ],
+)
+async def test_half_a_surrogate_pair_is_refused_with_its_place(client: Any, body: bytes, place: str) -> None:
+    error = (await client.post("/v1/rerank", body)).json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_json", place)
+    assert f"`{place}` has half of a surrogate pair" in error["message"] and "line 1 column" in error["message"]

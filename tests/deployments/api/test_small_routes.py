@@ -115,7 +115,7 @@ async def test_the_schema_declares_bodies_answers_and_errors_of_every_route(clie
         "/v1/decisions",
         "/v1/chat/completions",
         "/classify", "/v1/classify", "/pooling", "/v1/embeddings", "/embed", "/predict",
-        "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+        "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/v1/reranking", "/v1/rerankings",
     }  # fmt: skip
     defined = set(schema["components"]["schemas"])
     for path, methods in paths.items():

@@ -60,7 +60,7 @@ def test_an_entry_becomes_a_key() -> None:
         ({"mode": "token"}, "'disabled' or 'keys'"),
         (keys({"name": "a", "sha256": "abc"}), "pattern"),
         (keys({"name": "a", "sha256": HASH.upper()}), "pattern"),
-        (keys({"name": "a b", "sha256": HASH}), "pattern"),
+        (keys({"name": "a b", "sha256": HASH}), "without spaces"),
         (keys(ENTRY | {"scopes": []}), "at least 1"),
         (keys(ENTRY | {"scopes": ["admin"]}), "'inference', 'score', 'generate' or 'metrics'"),
         (keys(ENTRY | {"expires": "2027-01-01T00:00:00"}), "timezone"),

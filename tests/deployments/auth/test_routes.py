@@ -18,7 +18,7 @@ METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "get", "X
 REFUSED = {400, 401, 403, 404, 405}
 # Routes that need a template or a head, and answer 404 without one.
 NEED_MORE = (
-    *("/rerank", "/v1/rerank", "/v2/rerank"),
+    *("/rerank", "/v1/rerank", "/v2/rerank", "/v1/reranking", "/v1/rerankings"),
     *("/classify", "/v1/classify", "/pooling", "/v1/embeddings", "/embed", "/predict"),
 )
 MEGABYTE = 1 << 20

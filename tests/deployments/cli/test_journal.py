@@ -10,7 +10,10 @@ import pytest
 from deployments.cli.score_files.journal import Journal, JournalError
 
 TERMS: dict[str, Any] = {"input": "abc", "labels": ["yes"], "query": None}
-LINES = [{"index": i, "score": i / 7, "error": {"code": "x"} if i == 2 else None, "text": "é\n" * i} for i in range(5)]
+LINES = [
+    {"index": i, "score": i / 7, "error": {"code": "x", "message": "y"} if i == 2 else None, "text": "é\n" * i}
+    for i in range(5)
+]
 SOURCE = Path("input.jsonl")
 
 

@@ -1,5 +1,6 @@
 """`assay score` in process: batches, errors of one item, refusals, bounded memory, what it says and how it ends."""
 
+import csv
 import errno
 import io
 import json
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import parquet
 
 from deployments.cli.main import main
 from deployments.cli.progress import ProgressBar, duration
@@ -327,3 +329,85 @@ def test_durations_have_two_units() -> None:
     assert [duration(x) for x in (0.4, 59, 60, 3599, 3600, 90_000)] == [
         "0 s", "59 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "25 h 00 min",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_csv_and_parquet_are_made_of_the_finished_lines(
+    service: Any, make_input: Any, tmp_path: Path, ending: str
+) -> None:
+    output = tmp_path / f"out.{ending}"
+    command = ["score", str(make_input(25)), "-o", str(output), "--url", service.url, "--no-progress"]
+    assert main([*command, "--labels", " yes, no", "--id-field", "id"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / f"out.{ending}.jsonl").read_text("utf-8").splitlines()]
+    assert len(lines) == 25
+    if ending == "csv":
+        with output.open(newline="", encoding="utf-8") as file:
+            found = list(csv.DictReader(file))
+        assert [float(row["score"]) for row in found] == [line["score"] for line in lines]
+        assert json.loads(found[0]["probabilities"]) == lines[0]["probabilities"]
+        assert (found[7]["id"], found[7]["error"]) == ("r7", "")
+    else:
+        assert parquet.read_table(output).to_pylist() == lines
+    before = output.read_bytes()
+    output.unlink()
+    assert main([*command, "--labels", " yes, no", "--id-field", "id"]) == 0  # nothing is scored again
+    assert output.read_bytes() == before and len(service.bodies) == 3
+
+
+def test_errors_of_some_lines_have_a_place_in_every_format(service: Any, tmp_path: Path) -> None:
+    source = write(tmp_path, {"query": "q", "item": "a"}, {"query": "q", "item": 5}, {"query": "q", "item": "b"})
+    for ending in ("csv", "parquet"):
+        command = ["score", str(source), "-o", str(tmp_path / f"out.{ending}"), "--url", service.url]
+        assert main([*command, "--labels", " yes, no"]) == 1
+    error = parquet.read_table(tmp_path / "out.parquet").to_pylist()[1]["error"]
+    assert error["code"] == "invalid_record"
+    assert "invalid_record" in (tmp_path / "out.csv").read_text("utf-8").splitlines()[2]
+
+
+@pytest.mark.parametrize("name", ["out.txt", "out", "out.xlsx"])
+def test_an_output_of_an_unknown_format_is_refused(
+    service: Any, make_input: Any, tmp_path: Path, capsys: Any, name: str
+) -> None:
+    command = ["score", str(make_input(3)), "-o", str(tmp_path / name), "--url", service.url, "--labels", "a,b"]
+    assert main(command) == 2
+    assert "must be `-` or end in .jsonl, .ndjson, .csv, .parquet" in capsys.readouterr().err
+    assert not service.bodies and not (tmp_path / name).exists()
+
+
+def test_a_csv_of_no_run_is_not_overwritten(service: Any, make_input: Any, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "out.csv").write_text("mine")
+    command = ["score", str(make_input(3)), "-o", str(tmp_path / "out.csv"), "--url", service.url, "--labels", "a,b"]
+    assert main(command) == 2
+    assert "is of no run" in capsys.readouterr().err and (tmp_path / "out.csv").read_text() == "mine"
+
+
+def test_standard_input_and_output(service: Any, make_input: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = io.TextIOWrapper(io.BytesIO(make_input(25).read_bytes()))
+    monkeypatch.setattr("sys.stdin", given)
+    command = ["score", "-", "-o", "-", "--url", service.url, "--no-progress", "--labels", " yes, no"]
+    assert main(command) == 0
+    said = capsys.readouterr()
+    assert [json.loads(line)["index"] for line in said.out.splitlines()] == list(range(25))
+    assert "25 of 25 items" in said.err
+    assert main([*command, "--json"]) == 2
+
+
+def test_a_wrong_field_stops_before_the_first_request(
+    service: Any, score: Score, make_input: Any, tmp_path: Path, capsys: Any
+) -> None:
+    assert score(make_input(25), "--item-field", "text") == 2
+    said = capsys.readouterr().err
+    assert "None of the first 16 records can be scored: `text` must be text or token ids. Given: nothing." in said
+    assert "Fields of the first: `id`, `query`, `item`." in said
+    assert not service.bodies and not rows(tmp_path)
+
+
+def test_the_summary_shows_the_first_error(service: Any, score: Score, tmp_path: Path, capsys: Any) -> None:
+    source = write(tmp_path, {"query": "q", "item": "a"}, {"query": "q", "item": 5}, {"query": "q"})
+    assert score(source, "--json") == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["first_error"]["index"] == 1
+    words = "First error: record 1: invalid_record: `item` must be text or token ids. Given: another value."
+    assert words in said.err
+    assert score(source, "--json") == 1  # nothing is left to score, and the error is still known
+    assert words in capsys.readouterr().err

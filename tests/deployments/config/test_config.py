@@ -38,7 +38,7 @@ CONFIGS = Path(__file__).parents[3] / "deployments" / "configs"
         ({"templates": {"t": {"preset": "plain", "suffix": "x"}}}, "suffix", "both", "absent"),
         ({"templates": {"t": {"labels": ["a"]}}}, "preset", "neither", "given"),
         ({"templates": {"t": {"prefix": "x", "defaults": {"query": "x"}}}}, "defaults", "query", "instruction"),
-        ({"templates": {"a b": {"preset": "plain"}}}, "templates", "a b", "x21"),
+        ({"templates": {"a b": {"preset": "plain"}}}, "templates", "a b", "without spaces"),
         ({"speculation": {"num_speculative_tokens": 9}}, "num_speculative_tokens", "9", "8"),
         ({"speculation": {"ngram_tokens": 0}}, "ngram_tokens", "0", "1"),
         ({"speculation": {"draft_sample_method": "gumbel"}}, "draft_sample_method", "gumbel", "`probabilistic`"),

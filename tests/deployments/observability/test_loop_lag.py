@@ -88,6 +88,7 @@ async def measured(client: Any, name: str, patch: pytest.MonkeyPatch) -> tuple[f
 @pytest.fixture
 def lag_client(backend: Any, make_client: Any) -> Callable[[], Any]:
     answer_at_once(backend)
+    backend.vocab_size = 2048  # as many ids as the tokenizer has
     return lambda: make_client(build_api(backend, load_tokenizer("builtin"), ApiSettings()))
 
 

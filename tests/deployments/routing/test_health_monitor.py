@@ -13,6 +13,7 @@ from deployments.config.sections import HealthArgs
 from deployments.health_probe import CanaryReply
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.routing.health_monitor import HealthMonitor
+from deployments.start_failure import StartFailure
 
 
 class World(IngressMetrics):
@@ -24,7 +25,13 @@ class World(IngressMetrics):
         self.answers: Sequence[object] = []
         self.failures: list[str | None] = []
         health = HealthArgs(period_s=5, min_replicas=min_replicas)
-        self.board = HealthMonitor(self.broadcast, health, self, lambda: self.now)
+        self.failure: StartFailure | None = None
+        self.asked = 0
+        self.board = HealthMonitor(self.broadcast, health, self, lambda: self.now, self.start_failure)
+
+    async def start_failure(self) -> StartFailure | None:
+        self.asked += 1
+        return self.failure
 
     async def broadcast(self, method: str, timeout_s: float, *args: object, on_answer: Any = None) -> Sequence[object]:
         assert method == "canary"
@@ -53,6 +60,26 @@ async def test_it_is_starting_until_a_canary_has_passed() -> None:
     found = await world.look(passed("a"))
     assert found == {"status": "ready", "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.0}
     assert world.failures == ["timeout", None]
+
+
+async def test_a_start_that_has_failed_is_failed_with_its_reason_until_another_begins() -> None:
+    world = World()
+    world.failure = StartFailure("BadCheckpoint", "a file is cut off")
+    await world.board._round()
+    assert world.board.readiness()["status"] == "starting" and world.asked == 0
+    world.now += 5
+    await world.board._round()
+    found = world.board.readiness()
+    assert (found["status"], found["reason"]) == ("failed", "BadCheckpoint")
+    world.now, world.failure = world.now + 5, None  # another version is deployed
+    await world.board._round()
+    assert world.board.readiness()["status"] == "starting" and "reason" not in world.board.readiness()
+    world.answers = [passed("a")]
+    await world.board._round()
+    world.now += 60
+    world.answers = []
+    await world.board._round()
+    assert world.board.status == "unready" and world.asked == 2
 
 
 @pytest.mark.parametrize(

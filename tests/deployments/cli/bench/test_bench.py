@@ -1,5 +1,6 @@
 """assay bench against a service in this process: what is sent when, what is written, and how it ends."""
 
+import argparse
 import asyncio
 import io
 import json
@@ -288,6 +289,35 @@ def test_an_interrupt_ends_it_and_keeps_what_was_measured(service: Service, tmp_
         assert process.wait(60) == 130
     record = json.loads(file.read_text("utf-8"))
     assert record["interrupted"] and record["levels"][0]["load"] == 40 and len(record["levels"]) < 200
+
+
+async def test_an_interrupted_run_counts_what_was_answered_by_then(service: Service) -> None:
+    from deployments.cli.bench import command, runner
+
+    parser = argparse.ArgumentParser()
+    command.add(parser.add_subparsers())
+    given = parser.parse_args(["bench", "--url", service.url, "--rates", "200", "--seconds", "60", "--runs", "1"])
+    seen: list[results.RequestTiming] = []
+
+    class Watched(Table):
+        def add(self, timing: results.RequestTiming) -> None:
+            super().add(timing)
+            if self._load:  # not of the warm-up
+                seen.append(timing)
+
+    work = runner.LoadTest(
+        target=load_generator.Target(service.url), model=ServedModel("toy", 300), given=given, table=Watched(None)
+    )
+    test = asyncio.create_task(work.run())
+    while len(seen) < 20:
+        await asyncio.sleep(0.01)
+    test.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await test
+    [level] = work.levels
+    [run] = level.runs
+    assert run.requests == len(seen) >= 20 and run.failed == 0
+    assert run.answered_per_s > 20  # over the time that it ran, and not over 60 s
 
 
 def test_nothing_listens_after_it() -> None:

@@ -3,16 +3,27 @@
 import http.server
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    DeploymentStatusTrigger,
+)
 
 from deployments.cli.launch import local_serve, ray_env
+from engine.model.checkpoint import BUILTIN
+from tests.support import model_folders
 
 
 @pytest.mark.parametrize(
@@ -27,7 +38,13 @@ from deployments.cli.launch import local_serve, ray_env
     ],
 )
 def test_the_url_is_that_of_the_config(config: dict[str, Any], url: str) -> None:
-    assert local_serve.url_of(config) == url
+    assert next(iter(local_serve.urls_of(config).values())) == url
+
+
+def test_every_application_has_its_url() -> None:
+    applications = [{"name": "a", "route_prefix": "/a"}, {"name": "b", "route_prefix": "/b"}]
+    urls = {"a": "http://127.0.0.1:8000/a", "b": "http://127.0.0.1:8000/b"}
+    assert local_serve.urls_of({"applications": applications}) == urls
 
 
 def test_a_missing_config_is_an_error_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +134,7 @@ def test_a_wrong_config_starts_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_env, "adopt", lambda wanted: None)
-    monkeypatch.setattr(local_serve, "_serve", lambda config, url: pytest.fail("it was started"))
+    monkeypatch.setattr(local_serve, "_serve", lambda *given: pytest.fail("it was started"))
     monkeypatch.setattr(local_serve, "taken", lambda url: False)
     config = tmp_path / "config.yaml"
     config.write_text(CPU.read_text("utf-8").replace("max_running", "max_runing"))
@@ -125,10 +142,30 @@ def test_a_wrong_config_starts_nothing(
     assert "Did you mean `max_running`?" in capsys.readouterr().err
 
 
-def test_it_announces_once_ready_and_not_before(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(local_serve, "POLL_S", 0.01)
-    answers = [503, 503, 200]
+def status(state: str, message: str = "", **deployments: tuple[str, str]) -> ApplicationStatusOverview:
+    """What Serve's controller says of an application."""
+    parts = {
+        name: DeploymentStatusOverview(
+            status=DeploymentStatus(one), status_trigger=DeploymentStatusTrigger.UNSPECIFIED, message=text,
+            replica_states={},
+        )
+        for name, (one, text) in deployments.items()
+    }  # fmt: skip
+    return ApplicationStatusOverview(
+        status=ApplicationStatus(state), message=message, last_deployed_time_s=0.0, deployments=parts
+    )
+
+
+class Interrupted(Exception):
+    """Ends what waits for an interrupt."""
+
+
+def test_each_application_is_announced_once_ready_and_not_asked_before_it_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve logs a look that it cannot answer yet as a client that left."""
     asked: list[str] = []
+    answers = [503, 503, 200]
 
     class Ready(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -139,13 +176,75 @@ def test_it_announces_once_ready_and_not_before(capsys: pytest.CaptureFixture[st
 
         def log_message(self, format: str, *args: Any) -> None: ...
 
+    states = iter(["NOT_STARTED", "DEPLOYING", "DEPLOYING", "RUNNING", "RUNNING", "RUNNING"])
+    seen: list[int] = []
+
+    def statuses() -> dict[str, ApplicationStatusOverview]:
+        seen.append(len(asked))
+        return {"a": status(next(states))}
+
+    def sleep(seconds: float) -> None:
+        if seconds == local_serve.IDLE_S:
+            raise Interrupted
+
+    monkeypatch.setattr(time, "sleep", sleep)
     with http.server.HTTPServer(("127.0.0.1", 0), Ready) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}"
-        local_serve.announce(url)
+        with pytest.raises(Interrupted):
+            local_serve.follow(statuses, {"a": url}, "cpu.yaml")
         server.shutdown()
         thread.join()
-    assert asked == ["/readyz"] * 3
-    out = capsys.readouterr().out
-    assert f"curl {url}/generative_scoring" in out
+    assert asked == ["/readyz"] * 3 and seen == [0, 0, 0, 0, 1, 2]
+    assert f"curl {url}/generative_scoring" in capsys.readouterr().out
+
+
+TRACEBACK = """The deployment failed to start 1 times in a row. Error:
+\x1b[36mray::ServeReplica:a:Replica.initialize_and_get_metadata()\x1b[39m (pid=1, ip=10.0.0.1)
+  File "replica.py", line 1, in initialize
+RuntimeError: Traceback (most recent call last):
+  File "loader.py", line 58, in load_model
+    module = read_model(folder)
+engine.model.checkpoint_audit.BadCheckpoint: /m/model.safetensors is a git-lfs pointer: run `git lfs pull`.
+"""
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (
+            status(
+                "DEPLOY_FAILED", "Failed: ['Replica'].", Ingress=("HEALTHY", ""), Replica=("DEPLOY_FAILED", TRACEBACK)
+            ),
+            "a.yaml is not served: BadCheckpoint: /m/model.safetensors is a git-lfs pointer: run `git lfs pull`.",
+        ),
+        (status("DEPLOY_FAILED", "Importing failed."), "a.yaml is not served: StartFailed: Importing failed."),
+    ],
+)
+def test_a_start_that_fails_for_good_ends_with_its_reason(found: ApplicationStatusOverview, words: str) -> None:
+    with pytest.raises(local_serve.CannotServe) as raised:
+        local_serve.follow(lambda: {"a": found}, {"a": "http://127.0.0.1:1"}, "a.yaml", poll_s=0.001)
+    assert str(raised.value) == words
+
+
+def test_one_failure_of_several_applications_ends_all() -> None:
+    found = {"a": status("RUNNING"), "b": status("DEPLOY_FAILED", Replica=("DEPLOY_FAILED", TRACEBACK))}
+    with pytest.raises(local_serve.CannotServe, match="BadCheckpoint"):
+        local_serve.follow(lambda: found, {"a": "http://127.0.0.1:1/a", "b": "http://127.0.0.1:1/b"}, "two.yaml")
+
+
+@pytest.mark.full
+def test_a_model_that_cannot_be_served_starts_nothing_and_is_one_line(tmp_path: Path) -> None:
+    """In a process of its own, as `assay serve` is run."""
+    folder = tmp_path / "model"
+    shutil.copytree(BUILTIN, folder)
+    (folder / "model.safetensors").write_text(model_folders.LFS_POINTER)
+    config = tmp_path / "config.yaml"
+    config.write_text(CPU.read_text("utf-8").replace("path: builtin", f"path: {folder}").replace("8000", "0"))
+    command = [sys.executable, "-m", "deployments.cli", "serve", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert str(folder / "model.safetensors") in last and "git-lfs pointer" in last
+    assert "Traceback" not in done.stderr and "Ray" not in done.stderr

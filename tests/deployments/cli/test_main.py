@@ -1,0 +1,70 @@
+"""The `assay` command itself: its version, its help, and what it can do without the service's packages."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from deployments.cli.main import main
+
+LIGHT = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Absent())
+from deployments.cli.main import main
+import deployments.cli.bench.runner, deployments.cli.score_files.command, deployments.cli.score_files.routes
+sys.exit(main(sys.argv[1:]))
+"""
+CLIENT = {"numpy", "aiohttp", "pydantic", "psutil", "pyyaml", "urllib3"}
+OF_THE_SERVICE = ("torch", "ray", "transformers", "tokenizers", "safetensors", "fastapi", "starlette", "msgspec",
+                  "prometheus_client", "jinja2", "uvicorn", "huggingface_hub", "pyarrow")  # fmt: skip
+
+
+def light(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Runs `assay` where the packages of the service are not installed."""
+    script = LIGHT.replace("{names}", repr(OF_THE_SERVICE))
+    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"assay {metadata.version('assay-serve')}\n"
+
+
+def test_alone_it_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    found = capsys.readouterr().out
+    assert found.startswith("usage: assay") and all(f"\n    {verb} " in found for verb in ("serve", "check", "score"))
+
+
+def test_a_client_needs_neither_torch_nor_ray() -> None:
+    made = light("keys", "new", "crawler")
+    assert made.returncode == 0 and '"name": "crawler"' in made.stdout
+    for verb in ("score", "bench"):
+        assert light(verb, "--help").returncode == 0
+
+
+def test_the_service_says_what_to_install() -> None:
+    for verb in (["serve"], ["check", "x.yaml"]):
+        found = light(*verb)
+        assert found.returncode == 2
+        assert "is not installed: pip install 'assay-serve[serve]'" in found.stderr
+        assert "Traceback" not in found.stderr
+
+
+def test_what_is_installed_with_no_extra_is_what_a_client_imports() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text("utf-8"))["project"]
+    names = {re.split(r"[<>=\[]", one)[0] for one in project["dependencies"]}
+    assert names == CLIENT
+    assert {re.split(r"[<>=\[]", one)[0] for one in project["optional-dependencies"]["serve"]} >= {"torch", "ray"}
