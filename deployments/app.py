@@ -25,7 +25,7 @@ from deployments.broadcast import broadcast_of
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import SamplingDefaults
 from deployments.malloc import give_back_memory
-from deployments.observability.exposition import Snapshot
+from deployments.observability.exposition import Snapshot, snapshot
 from deployments.observability.ingress_metrics import IngressMetrics, LoopLagMonitor
 from deployments.observability.scrape import MetricsScraper
 from deployments.protocol import ReplicaTransport
@@ -96,7 +96,7 @@ class Ingress:
         )
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         scrape = MetricsScraper(
-            broadcast_of(replica), broadcast_of(siblings), self._snapshot, self._metrics, args.metrics
+            broadcast_of(replica), broadcast_of(siblings), self.collect, self._metrics, args.metrics
         )
         loads = load_tracker_of(context.app_name, replica.deployment_name)
         quarantine = Quarantine()
@@ -136,13 +136,10 @@ class Ingress:
             refuse_open(_listening_host(), given.mode, given.allow_open)
             self._keys.use(given)
 
-    def _snapshot(self) -> Snapshot:
-        self._metrics.readiness(self._health.ready, self._args.health.min_replicas)
-        return Snapshot(*self._who, self._metrics.families())
-
     async def collect(self) -> Snapshot:
         """Returns this process's metrics."""
-        return self._snapshot()
+        self._metrics.readiness(self._health.ready, self._args.health.min_replicas)
+        return await snapshot(*self._who, self._metrics.families())
 
     async def name(self) -> str:
         """Returns this replica's name."""

@@ -39,6 +39,9 @@ class Canary:
         self._engine = engine
         self._tolerance = tolerance_nats
         self._first: Float32s | None = None
+        self._running: asyncio.Task[tuple[CanaryFailure | None, float]] | None = None
+        self._passed: float | None = None  # seconds that the latest canary took, if it passed
+        self._passed_at = 0.0
         ids = np.arange(1, 9, dtype=np.int32) % engine.model.vocab_size
         self._ids, self._labels = ids[:5], np.unique(ids[5:])
 
@@ -58,6 +61,25 @@ class Canary:
         if failure == "timeout" and sum(self._engine.stats().steps.values()) > steps:
             failure = None
         return failure, time.perf_counter() - started
+
+    async def shared(self, timeout_s: float, max_age_s: float) -> tuple[CanaryFailure | None, float]:
+        """Returns the result of a canary that all callers share.
+
+        Those that ask while one runs wait for its result, and a pass is given again for `max_age_s`. So the canaries of
+        a replica do not grow with the number of ingresses that send them.
+        """
+        clock = time.perf_counter
+        if self._running is None and (self._passed is None or clock() - self._passed_at > max_age_s):
+            self._running = asyncio.create_task(self.run(timeout_s))
+            self._running.add_done_callback(self._ended)
+        if self._running is not None:
+            return await asyncio.shield(self._running)
+        return None, self._passed or 0.0
+
+    def _ended(self, task: "asyncio.Task[tuple[CanaryFailure | None, float]]") -> None:
+        self._running = self._passed = None
+        if not task.cancelled() and task.exception() is None and task.result()[0] is None:
+            self._passed, self._passed_at = task.result()[1], time.perf_counter()
 
     async def _compare(self, timeout_s: float) -> CanaryFailure | None:
         common: dict[str, Any] = {

@@ -1,9 +1,11 @@
-"""Builds the metrics of one process, and merges those of all processes into one exposition.
+"""Renders the metrics of one process, and merges those of all processes into one exposition.
 
-A `Snapshot` crosses between processes; `merge` adds the labels `deployment` and `replica`.
+A `Snapshot` crosses between processes. Each process renders its own samples, one family at a time so that its event
+loop goes on between two, with the labels `deployment` and `replica`; the process that is scraped only joins them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,12 +17,20 @@ SECONDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2
 Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
+class RenderedFamily(NamedTuple):
+    """Holds one metric of one process in Prometheus' text format."""
+
+    name: str
+    head: bytes  # its help and its type
+    samples: bytes  # a line each
+
+
 class Snapshot(NamedTuple):
     """Holds all metrics of one process."""
 
     deployment: str
     replica: str  # unique: a restarted replica is a new series, so that sums stay right
-    families: tuple[Metric, ...]
+    families: tuple[RenderedFamily, ...]
 
 
 def collected(registry: CollectorRegistry) -> tuple[Metric, ...]:
@@ -32,25 +42,40 @@ def collected(registry: CollectorRegistry) -> tuple[Metric, ...]:
     return (*found, GaugeMetricFamily("assay_process_resident_bytes", "Resident memory of the process.", size))
 
 
-class _Merged:
-    """Gives generate_latest the metrics of all snapshots, under one name each."""
+async def snapshot(deployment: str, replica: str, metrics: Sequence[Metric]) -> Snapshot:
+    """Renders the metrics of a process, and lets its event loop go on after each family."""
+    families = []
+    for metric in metrics:
+        families.append(render(metric, {"deployment": deployment, "replica": replica}))
+        await asyncio.sleep(0)
+    return Snapshot(deployment, replica, tuple(families))
 
-    def __init__(self, snapshots: Sequence[Snapshot]) -> None:
-        self._snapshots = snapshots
 
-    def collect(self) -> Iterator[Metric]:
-        merged: dict[str, Metric] = {}
-        for snapshot in self._snapshots:
-            own = {"deployment": snapshot.deployment, "replica": snapshot.replica}
-            for metric in snapshot.families:
-                into = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-                into.samples += [sample._replace(labels=sample.labels | own) for sample in metric.samples]
-        yield from merged.values()
+def render(metric: Metric, labels: Mapping[str, str]) -> RenderedFamily:
+    """Renders one metric, each sample with more labels."""
+    own = Metric(metric.name, metric.documentation, metric.type)
+    own.samples = [sample._replace(labels=sample.labels | labels) for sample in metric.samples]
+    about, kind, samples = generate_latest(_One(own)).split(b"\n", 2)
+    return RenderedFamily(metric.name, about + b"\n" + kind + b"\n", samples)
+
+
+class _One:
+    """Gives generate_latest one metric."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> list[Metric]:
+        return [self._metric]
 
 
 def merge(snapshots: Sequence[Snapshot]) -> bytes:
-    """Renders all snapshots in Prometheus' text format."""
-    return generate_latest(_Merged(snapshots))
+    """Joins all snapshots, each metric under one name. The first snapshot that has a metric says what it is."""
+    parts: dict[str, list[bytes]] = {}
+    for one in snapshots:
+        for family in one.families:
+            parts.setdefault(family.name, [family.head]).append(family.samples)
+    return b"".join(part for family in parts.values() for part in family)
 
 
 def histogram(

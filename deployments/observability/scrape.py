@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from deployments.broadcast import Broadcast
 from deployments.config.sections import MetricsArgs
@@ -26,7 +26,7 @@ class MetricsScraper:
         self,
         replicas: Broadcast,
         ingresses: Broadcast,
-        own: Callable[[], Snapshot],
+        own: Callable[[], Awaitable[Snapshot]],
         metrics: IngressMetrics,
         args: MetricsArgs,
         clock: Callable[[], float] = time.monotonic,
@@ -61,6 +61,6 @@ class MetricsScraper:
         )
         found = [answer for group in answers for answer in group if isinstance(answer, Snapshot)]
         self._metrics.missing(sum(map(len, answers)) - len(found))
-        own = self._own()  # newer than this process's broadcast answer, and there even if the broadcast failed
+        own = await self._own()  # newer than this process's broadcast answer, and there even if the broadcast failed
         rest = [snapshot for snapshot in found if snapshot.replica != own.replica]
         return merge([own, *sorted(rest, key=lambda snapshot: (snapshot.deployment, snapshot.replica))])

@@ -12,7 +12,7 @@ from deployments.config.app_args import AppArgs
 from deployments.health_probe import Canary, CanaryReply
 from deployments.link.handshake import LinkAddress
 from deployments.link.server import LinkServer
-from deployments.observability.exposition import Snapshot
+from deployments.observability.exposition import Snapshot, snapshot
 from deployments.observability.replica_metrics import ReplicaMetrics
 from deployments.protocol import (
     MAX_MICRO_BATCH,
@@ -51,6 +51,7 @@ from engine.requests import (
 log = logging.getLogger("ray.serve")
 RowsReply = ScoreResult | PoolingResult | LikelihoodReply | Failure
 STOP_S = 10.0
+SHARED_CANARY = 0.5  # periods: all ingresses share a canary that passed so recently
 LOST_STOP_S = 1.0
 PACKAGES = ("torch", "transformers", "flashinfer-python", "triton")
 
@@ -371,7 +372,8 @@ class ReplicaServer:
         return self._links.address
 
     async def canary(self) -> CanaryReply:
-        failure, seconds = await self._canary.run(self._args.health.timeout_s)
+        health = self._args.health
+        failure, seconds = await self._canary.shared(health.timeout_s, SHARED_CANARY * health.period_s)
         return CanaryReply(self._replica, failure, seconds)
 
     async def quarantine(self, entries: Entries) -> None:
@@ -380,7 +382,7 @@ class ReplicaServer:
 
     async def collect(self) -> Snapshot:
         families = self._metrics.families(self.engine.stats(), self._card)
-        return Snapshot(self._deployment, self._replica, families)
+        return await snapshot(self._deployment, self._replica, families)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns what Serve records every few seconds while autoscaling is on."""

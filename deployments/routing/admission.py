@@ -12,6 +12,9 @@ learn its cost. The last part of a queue is therefore reserved for requests that
 room than that, others are refused by their headers.
 """
 
+import math
+from collections.abc import Iterable, Sequence
+
 from deployments.config.sections import AdmissionArgs
 from deployments.errors import MAX_RETRY_AFTER_S, ApiError
 from deployments.limits import PRIORITIES
@@ -24,6 +27,7 @@ from engine.tenant_queues import TenantTokens
 # The part of the time left that the queue may take: a queue that is served fairly makes each wait up to twice as long.
 MAX_WAIT_SHARE = 0.4
 RESERVED_SHARE = 1 / 16  # of a tenant's bound, for requests that have been read: half a second of eight
+MAX_JUDGED = 16  # replicas whose queues are looked at for one request: the least loaded
 MIN_WAIT_S = 1.0  # retry-after of a queue whose speed is unknown
 
 
@@ -58,9 +62,15 @@ class Admission:
 
         The request has not been read yet, so its cost and priority are unknown. The tenants share the reserved part.
         """
-        wait_s = min((self._closed_s(name, timeout_s, tenant) for name in self._loads.replicas), default=0.0)
+        wait_s = _least(self._closed_s(name, timeout_s, tenant) for name in self._least_loaded())
         if wait_s > 0:
             raise overloaded(wait_s)
+
+    def _least_loaded(self) -> Sequence[str]:
+        names, tokens = self._loads.loads()
+        if len(names) <= MAX_JUDGED:
+            return names
+        return [names[place] for place in tokens.argpartition(MAX_JUDGED)[:MAX_JUDGED].tolist()]
 
     def _closed_s(self, name: str, timeout_s: float, tenant: str) -> float:
         queue = self._loads.queue(name)
@@ -69,8 +79,8 @@ class Admission:
 
     def wait_s(self, work: TenantTokens, timeout_s: float) -> float:
         """Returns the seconds until some replica would take the work: 0 where one would now, or none is known."""
-        queues = (self._loads.queue_before(name, work) for name in self._loads.replicas)
-        return min((self._wait_s(queue, work.tokens, timeout_s) for queue in queues), default=0.0)
+        queues = (self._loads.queue_before(name, work) for name in self._least_loaded())
+        return _least(self._wait_s(queue, work.tokens, timeout_s) for queue in queues)
 
     def _wait_s(self, queue: QueueEstimate, cost: float, timeout_s: float) -> float:
         """Returns the wait at one queue, `queue` being what it serves before.
@@ -85,6 +95,16 @@ class Admission:
             return MIN_WAIT_S if excess > 0 else 0.0
         late_s = min(tokens / rate, (tokens + cost) / rate - MAX_WAIT_SHARE * timeout_s)
         return max(0.0, excess / rate, tokens / rate - self._args.max_wait_s, late_s)
+
+
+def _least(waits: Iterable[float]) -> float:
+    """Returns the shortest wait, without asking further after a replica that would take the work now."""
+    least = math.inf
+    for wait_s in waits:
+        if wait_s <= 0:
+            return 0.0
+        least = min(least, wait_s)
+    return 0.0 if least == math.inf else least
 
 
 def overloaded(wait_s: float) -> ApiError:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection
 from typing import Literal
@@ -49,6 +50,9 @@ class HealthMonitor(PeriodicTask):
         self._passed: dict[str, float] = {}  # replica: when it last passed
         self._since: dict[str, float] = {}  # replica: since when we know that it runs
         self._rounds: set[asyncio.Task[None]] = set()
+        self._judged: Collection[str] = ()
+        self._suspects: Collection[str] = ()  # among these
+        self._judge_at = -math.inf  # when another could be suspected
         self.replicas = 0  # as the last broadcast saw them
         self.seen_ready = False
         self.draining = False
@@ -102,6 +106,8 @@ class HealthMonitor(PeriodicTask):
         self._metrics.canary(answer.failure, answer.seconds)
         if answer.failure is None:
             self._passed[answer.replica] = self._clock()
+            if answer.replica in self._suspects:
+                self._judge_at = -math.inf
             self.replicas = max(self.replicas, 1)
             self.seen_ready = True
         else:
@@ -112,10 +118,20 @@ class HealthMonitor(PeriodicTask):
         return self._clock() - PERIODS * self._health.period_s
 
     def suspects(self, running: Collection[str]) -> Collection[str]:
-        """Returns the running replicas that have not passed within two periods, though they are known as long."""
-        now, since = self._clock(), self._oldest()
+        """Returns the running replicas that have not passed within two periods, though they are known as long.
+
+        Each call of a client asks, so the answer is kept until it may change.
+        """
+        now = self._clock()
+        if now < self._judge_at and running == self._judged:
+            return self._suspects
+        since = self._oldest()
         self._since = {name: self._since.get(name, now) for name in running}
-        return {name for name, known in self._since.items() if max(known, self._passed.get(name, known)) < since}
+        seen = {name: max(known, self._passed.get(name, known)) for name, known in self._since.items()}
+        self._judged, self._suspects = tuple(running), {name for name, when in seen.items() if when < since}
+        first = min((when for when in seen.values() if when >= since), default=math.inf)
+        self._judge_at = first + PERIODS * self._health.period_s
+        return self._suspects
 
     @property
     def ready(self) -> int:

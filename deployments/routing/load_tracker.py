@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.requests import Load
 from engine.tenant_queues import TenantQueues, TenantTokens
 
@@ -27,6 +30,13 @@ class QueueEstimate(NamedTuple):
     tenants: int = 0  # whose queues are not empty
 
 
+class FleetLoads(NamedTuple):
+    """Holds the tokens that wait at each replica, as this process believes."""
+
+    names: tuple[str, ...]  # in order: every process sees the same; the same object while the fleet is the same
+    tokens: npt.NDArray[np.float64]  # of each
+
+
 @dataclass(slots=True, kw_only=True)
 class _Replica:
     """Holds the tokens waiting at `when`, and how fast they are worked off."""
@@ -43,7 +53,10 @@ class _Replica:
         return max(0.0, self.queues.total - self.drain * (now - self.when)) + self.held.total
 
     def waiting(self, now: float) -> TenantQueues:
+        """Returns what waits, to be read only."""
         self._work_off(now)
+        if not len(self.held):
+            return self.queues
         found = self.queues.copy()
         found.add_all(self.held)
         return found
@@ -76,6 +89,31 @@ class _Ticket:
     held: bool = False  # it has not been sent
 
 
+class _LoadTable:
+    """Repeats in arrays what `_Replica.load` computes from, so that the loads of all replicas are read together."""
+
+    def __init__(self, replicas: dict[str, _Replica]) -> None:
+        self.names = tuple(sorted(replicas))
+        self._places = {name: place for place, name in enumerate(self.names)}
+        self._total, self._drain, self._when, self._held = np.zeros((4, len(self.names)))
+        for name, replica in replicas.items():
+            self.update(name, replica)
+
+    def update(self, name: str, replica: _Replica) -> None:
+        """Takes over what has changed at a replica."""
+        place = self._places[name]
+        self._total[place], self._held[place] = replica.queues.total, replica.held.total
+        self._drain[place], self._when[place] = replica.drain, replica.when
+
+    def loads(self, now: float) -> npt.NDArray[np.float64]:
+        left = now - self._when
+        left *= self._drain
+        np.subtract(self._total, left, out=left)
+        np.maximum(left, 0.0, out=left)
+        left += self._held
+        return left
+
+
 class LoadTracker:
     """Tracks the load of each replica. Thread-safe.
 
@@ -86,6 +124,7 @@ class LoadTracker:
         self._clock = clock
         self._lock = threading.Lock()
         self._replicas: dict[str, _Replica] = {}
+        self._table = _LoadTable({})
         self._tickets: dict[int, _Ticket] = {}
         self._numbers = itertools.count(1)
         self._listeners: list[Listener] = []
@@ -96,6 +135,7 @@ class LoadTracker:
         with self._lock:
             before = self._replicas.keys()
             self._replicas = {name: self._replicas.get(name, _Replica()) for name in names}
+            self._table = _LoadTable(self._replicas)
             joined, left = self._replicas.keys() - before, before - self._replicas.keys() - {dead}
             self._left |= dict.fromkeys(left, self._clock())
             for name in [*joined, *list(self._left)[:-MAX_LEFT]]:
@@ -116,8 +156,12 @@ class LoadTracker:
     @property
     def replicas(self) -> tuple[str, ...]:
         """The names in order: every process sees the same."""
+        return self._table.names
+
+    def loads(self) -> FleetLoads:
+        """Returns the loads of all replicas, each as `load` would."""
         with self._lock:
-            return tuple(sorted(self._replicas))
+            return FleetLoads(self._table.names, self._table.loads(self._clock()))
 
     def load(self, name: str) -> float:
         """Returns tokens: what the replica last reported, plus what was sent since, less what it has done since."""
@@ -139,6 +183,7 @@ class LoadTracker:
             if found is None:
                 return QueueEstimate(0.0, 0.0, 0)
             queues = found.waiting(self._clock())
+            self._table.update(name, found)
             return QueueEstimate(queues.before(*work), found.rate, found.max_tokens, len(queues))
 
     def send(self, name: str, tokens: int, tenant: str = "", priority: int = 0) -> int:
@@ -156,6 +201,7 @@ class LoadTracker:
             if found is not None and not ticket.held:
                 self._take_back(ticket)
                 found.held.add(*ticket.work)
+                self._table.update(ticket.replica, found)
                 ticket.held = True
 
     def release(self, number: int) -> None:
@@ -179,8 +225,9 @@ class LoadTracker:
         with self._lock:
             ticket = self._tickets.get(number)
             found = None if ticket is None else self._replicas.get(ticket.replica)
-            if found is not None:
+            if ticket is not None and found is not None:
                 found.report(load, self._clock())
+                self._table.update(ticket.replica, found)
 
     def where(self, number: int) -> str:
         """Returns the replica of an open ticket: empty while the router has not chosen one."""
@@ -199,6 +246,7 @@ class LoadTracker:
         self._tickets[number] = _Ticket(replica=name, work=work, reports=found.reports if found else 0)
         if found is not None:
             found.add(work, self._clock())
+            self._table.update(name, found)
 
     def _take_back(self, ticket: _Ticket) -> None:
         found = self._replicas.get(ticket.replica)
@@ -206,6 +254,8 @@ class LoadTracker:
             found.held.take_back(ticket.work)
         elif found is not None and found.reports == ticket.reports:
             found.take_back(ticket.work, self._clock())
+        if found is not None:
+            self._table.update(ticket.replica, found)
 
 
 @functools.cache

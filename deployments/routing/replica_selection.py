@@ -1,21 +1,21 @@
 """Ranks the replicas for a call by cache affinity and load, and makes Serve send the call in that order.
 
-Affinity is by consistent hashing (Karger et al. 1997). Every process builds the same ring from the same names, and a
-replica that joins or leaves moves only its own keys. `TokenRouter` is Serve's router in every process that calls
+Affinity is by rendezvous hashing. Every process gives a key the same order of the same names, and a replica that joins
+or leaves moves only its own keys. `TokenRouter` is Serve's router in every process that calls
 replicas. There is no central actor, tree or lock.
 
 Serve pickles `TokenRouter` by value, so this module may hold no state. Its imports are found by name in each
 process.
 """
 
-import bisect
 import hashlib
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from deployments.config.sections import RouterArgs
@@ -23,33 +23,31 @@ from deployments.protocol import AnyCall, Route, common
 from deployments.routing.load_tracker import LoadTracker, load_tracker_of
 from engine.requests import Int32s
 
-VIRTUAL_NODES = 128  # of each replica: the busiest of 8 then owns about a sixth more than the mean
+
+class RendezvousHash:
+    """Orders replicas for a key by a hash of both, the highest first (Thaler and Ravishankar 1998).
+
+    Every replica is first for an equal share of the keys, and one that joins or leaves moves only its own.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._points = np.array([point(name.encode()) for name in names], np.uint64)
+
+    def order(self, key: int) -> npt.NDArray[np.intp]:
+        """Returns the places of all replicas in `names`, the best for the key first."""
+        mixed = self._points ^ np.uint64(key)
+        for shift, factor in _MIX:
+            mixed ^= mixed >> shift
+            mixed *= factor
+        return mixed.argsort()[::-1]
 
 
-class HashRing:
-    """Orders replicas by the distance of their virtual nodes from a key."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        nodes = sorted((point(f"{name}#{copy}".encode()), name) for name in set(names) for copy in range(VIRTUAL_NODES))
-        self._points = [where for where, _ in nodes]
-        self._names = [name for _, name in nodes]
-        self._count = len(set(self._names))
-
-    def walk(self, key: int) -> Iterator[str]:
-        """Yields every replica once, in the order of the ring from the key on."""
-        seen: set[str] = set()
-        start = bisect.bisect_left(self._points, key)
-        for step in range(len(self._names)):
-            if len(seen) == self._count:
-                return
-            name = self._names[(start + step) % len(self._names)]
-            if name not in seen:
-                seen.add(name)
-                yield name
+# The steps of the finaliser of MurmurHash3 whose result is compared from its highest bits on.
+_MIX = ((np.uint64(33), np.uint64(0xFF51AFD7ED558CCD)), (np.uint64(33), np.uint64(0xC4CEB9FE1A85EC53)))
 
 
 def point(data: bytes) -> int:
-    """Returns a place on the ring, in [0, 2^64): the same in every process."""
+    """Returns a hash in [0, 2^64): the same in every process."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
@@ -59,7 +57,7 @@ BALANCE = 1.25  # times the mean load: bounded-load consistent hashing (Mirrokni
 
 
 class ReplicaSelector:
-    """Ranks replicas by the loads that the process tracks. It holds no state but the ring."""
+    """Ranks replicas by the loads that the process tracks. It holds no state but their hashes."""
 
     def __init__(
         self,
@@ -71,7 +69,7 @@ class ReplicaSelector:
         self._loads = loads
         self._router = router
         self._suspects = suspects
-        self._ring = lru_cache(maxsize=4)(HashRing)
+        self._fleet = lru_cache(maxsize=4)(_Fleet)
 
     def rank(self, key: int | None, exclude: Collection[str] = (), cacheable: int | None = None) -> tuple[str, ...]:
         """Ranks the replicas for a key.
@@ -85,28 +83,30 @@ class ReplicaSelector:
         Returns:
             Names, best first; empty if none is known.
         """
-        running = self._loads.replicas
-        names = [name for name in running if name not in exclude]
+        running, loads = self._loads.loads()
+        fleet = self._fleet(running)
+        order = fleet.hashes.order(random.getrandbits(64) if key is None else key)
         suspects = self._suspects(running)
-        names = [name for name in names if name not in suspects] or names
-        if not names:
+        if exclude or suspects:
+            order = _without(order, running, exclude, suspects)
+        if not len(order):
             return ()
-        loads = {name: self._loads.load(name) for name in names}
-        bound = BALANCE * sum(loads.values()) / len(loads) + self._router.max_imbalance_tokens
-        order = self._anywhere(loads) if key is None else [n for n in self._ring(running).walk(key) if n in loads]
-        if key is not None and cacheable is not None and len(order) > 1:
-            first, second = order[:2]
-            if loads[first] > loads[second] + CACHE_WORTH * cacheable:
-                order[:2] = second, first
-        free = [name for name in order if loads[name] <= bound]
-        return (*free, *sorted((name for name in order if loads[name] > bound), key=loads.__getitem__))
+        ahead = loads[order]
+        bound = BALANCE * float(ahead.mean()) + self._router.max_imbalance_tokens
+        if len(order) > 1 and self._second_is_better(float(ahead[0]), float(ahead[1]), key, cacheable):
+            order[:2], ahead[:2] = order[1::-1].copy(), ahead[1::-1].copy()
+        over = ahead > bound
+        if over.any():
+            busy = order[over]
+            order = np.concatenate((order[~over], busy[ahead[over].argsort(kind="stable")]))
+        return tuple(fleet.names[order].tolist())
 
     @staticmethod
-    def _anywhere(loads: dict[str, float]) -> list[str]:
-        """Returns a random order with the less loaded of the first two in front: two choices are enough for balance."""
-        order = random.sample(list(loads), len(loads))
-        order[:2] = sorted(order[:2], key=loads.__getitem__)
-        return order
+    def _second_is_better(first: float, second: float, key: int | None, cacheable: int | None) -> bool:
+        """Compares the first two of an order. Without a key it is random, and two choices are enough for balance."""
+        if key is None:
+            return first > second
+        return cacheable is not None and first > second + CACHE_WORTH * cacheable
 
     @staticmethod
     def cacheable(call: AnyCall) -> int:
@@ -124,6 +124,22 @@ class ReplicaSelector:
         return point(
             common(call).cache_salt.encode("utf-8", "surrogatepass") + b"\0" + np.ascontiguousarray(ids).tobytes()
         )
+
+
+class _Fleet:
+    """Holds what is the same for all calls while the same replicas run."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = np.array(names, object)
+        self.hashes = RendezvousHash(names)
+
+
+def _without(
+    order: npt.NDArray[np.intp], names: Sequence[str], exclude: Collection[str], suspects: Collection[str]
+) -> npt.NDArray[np.intp]:
+    """Leaves out replicas; the suspects only if there are others."""
+    left = [place for place in order.tolist() if names[place] not in exclude]
+    return np.array([place for place in left if names[place] not in suspects] or left, np.intp)
 
 
 def _prefix(call: AnyCall) -> Int32s:

@@ -57,11 +57,18 @@ class RetryBudget:
 class RetryPolicy:
     """Holds what all calls of one process share: the budget, service times by kind of call, and the quarantine."""
 
-    def __init__(self, retry: RetryArgs, quarantine: Quarantine, metrics: IngressMetrics) -> None:
+    def __init__(
+        self,
+        retry: RetryArgs,
+        quarantine: Quarantine,
+        metrics: IngressMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.retry = retry
         self.quarantine = quarantine
         self.metrics = metrics
-        self.budget = RetryBudget(retry)
+        self.clock = clock
+        self.budget = RetryBudget(retry, clock)
         self.service_s = defaultdict[type, deque[float]](lambda: deque(maxlen=MAX_SERVICE_TIMES))  # the latest ones
 
     def begin(self, call: AnyCall) -> "RetryState":
@@ -73,7 +80,8 @@ class RetryPolicy:
         return RetryState(
             policy=self,
             kind=type(first),
-            end=time.monotonic() + first.timeout_s,
+            started=self.clock(),
+            end=self.clock() + first.timeout_s,
             isolated_tokens=ISOLATED_TOKENS if interval == 1 else ISOLATED_TOKENS + interval,
         )
 
@@ -87,9 +95,9 @@ class RetryState:
 
     policy: RetryPolicy
     kind: type[EngineRequest]
+    started: float
     end: float  # the deadline
     isolated_tokens: int  # that a suspect stream must bring until it is past the point where it was lost
-    started: float = field(default_factory=time.monotonic)
     tried: set[str] = field(default_factory=set)
     attempts: int = 1
     lost: bool = False
@@ -104,7 +112,7 @@ class RetryState:
 
     def next_call(self, call: Call) -> Call:
         """Returns the call with its remaining time, marked as it is to run. Raises ApiError past the deadline."""
-        left = self.end - time.monotonic()
+        left = self.end - self.policy.clock()
         if left <= 0:
             raise deadline_passed()
         changes: dict[str, Any] = {"timeout_s": left}
@@ -116,7 +124,11 @@ class RetryState:
         return with_fields(call, **changes)
 
     async def wait(self, failure: RetryableError, call: AnyCall, *, resumed: bool = False) -> None:
-        """Waits a little before the next attempt.
+        """Waits a little before the next attempt. Takes and raises what `next_wait_s` does."""
+        await asyncio.sleep(self.next_wait_s(failure, call, resumed=resumed))
+
+    def next_wait_s(self, failure: RetryableError, call: AnyCall, *, resumed: bool = False) -> float:
+        """Counts a failed attempt; returns the seconds to wait before the next one.
 
         Args:
             failure: The end of the last attempt.
@@ -134,13 +146,12 @@ class RetryState:
         self.isolated = self.isolated or failure.isolated
         self.admitted = self.admitted or not failure.refused
         if self.admitted and failure.refused:
-            await self._wait_for_place()
-            return
+            return self._wait_for_place_s()
         self._count(failure)
         # A busy replica says nothing about the next one, and a refusal must not take long.
         wait = 0.0 if failure.cause == "busy" else random.uniform(0, policy.retry.max_backoff_s)
         service_s = 0.0 if resumed else self._service_s()
-        if time.monotonic() + wait + service_s >= self.end:
+        if policy.clock() + wait + service_s >= self.end:
             raise failure.error from None
         if resumed:
             policy.metrics.resumed(failure.cause)
@@ -148,19 +159,19 @@ class RetryState:
             policy.metrics.retried(failure.cause)
         if failure.cause != "busy":  # these are as many as refusals
             log.info("Another attempt: %s", failure.cause)
-        await asyncio.sleep(wait)
+        return wait
 
-    async def _wait_for_place(self) -> None:
-        """Waits, since work that was admitted found no place: for isolation, in Ray's queue, or at any replica.
+    def _wait_for_place_s(self) -> float:
+        """Returns the wait of work that was admitted and found no place: for isolation, or at any replica.
 
         This is no failure. It costs neither attempts nor budget, and ends with the deadline.
         """
         first, longest = ADMITTED_WAIT_S
         self.waits += 1
         wait = random.uniform(0.5, 1.0) * min(longest, first * 2.0 ** min(self.waits, 16))
-        if time.monotonic() + wait >= self.end:
+        if self.policy.clock() + wait >= self.end:
             raise deadline_passed() from None
-        await asyncio.sleep(wait)
+        return wait
 
     def _count(self, failure: RetryableError) -> None:
         """Counts an attempt. Raises ApiError where attempts or budget are spent."""
@@ -183,4 +194,4 @@ class RetryState:
     def served(self) -> None:
         """Notes how long a call took that was answered at its first attempt."""
         if not self.again:
-            self.policy.service_s[self.kind].append(time.monotonic() - self.started)
+            self.policy.service_s[self.kind].append(self.policy.clock() - self.started)

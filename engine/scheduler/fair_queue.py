@@ -9,7 +9,6 @@ shares, and equal ones end one after another where equal shares would end them a
 
 import heapq
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -18,7 +17,8 @@ from engine.scheduler.request_state import RequestState
 
 R = TypeVar("R", bound=RequestState)
 STOP = -1
-MAX_STALE = 64  # entries of requests that have left, beside as many as there are requests
+MAX_STALE = 64  # entries of requests and tenants that have left, beside as many as there are
+MAX_FRUITLESS = 1024  # requests that can have nothing of a step, before it is closed: a plan does not read all queues
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +31,8 @@ class _Flow(Generic[R]):
     """
 
     deficit: int = 0
+    rounds: int = 1  # that it waits for its next turn, each worth a quantum
+    ticket: int = 0  # of its place among the waiting tenants
     requests: dict[int, R] = field(default_factory=dict)  # by arrival
     order: list[tuple[float, int]] = field(default_factory=list)  # ends and arrivals, ascending
     virtual: float = 0.0
@@ -76,9 +78,87 @@ class _Turn(NamedTuple):
     """Says what came of one tenant's turn."""
 
     used: int  # tokens, or STOP
-    more: bool  # another turn could do more
     over: bool  # the tenant has had its share
     done: bool  # one of its requests needs nothing more
+
+
+@dataclass(slots=True, kw_only=True)
+class _PriorityClass(Generic[R]):
+    """Holds the tenants of one priority: those that have a turn now, in order, and those that wait for one.
+
+    A tenant earns a quantum a round and has its next turn in the round in which it owes nothing more. Rounds in which
+    no tenant has a turn are passed over, so the work of a step does not grow with what tenants owe.
+    """
+
+    quantum: int
+    flows: dict[Hashable, _Flow[R]] = field(default_factory=dict)
+    turns: dict[Hashable, _Flow[R]] = field(default_factory=dict)  # their deficits are above 0, or were
+    round: int = 0
+    _rounds: list[int] = field(default_factory=list)  # a heap of those in which tenants have turns
+    _waiting: dict[int, list[tuple[int, Hashable]]] = field(default_factory=dict)  # tickets and tenants, by round
+    _tickets: int = 0
+    _entries: int = 0  # of all rounds
+
+    def flow(self, tenant: Hashable) -> _Flow[R]:
+        """Returns the flow of a tenant; a new one waits for the next round."""
+        found = self.flows.get(tenant)
+        if found is None:
+            found = self.flows[tenant] = _Flow()
+            self.wait(tenant)
+        return found
+
+    def wait(self, tenant: Hashable) -> None:
+        """Makes a tenant wait until it owes nothing. Entries of tenants that left are swept out once they are most."""
+        flow = self.flows[tenant]
+        self.turns.pop(tenant, None)
+        self._tickets += 1
+        flow.ticket, flow.rounds = self._tickets, 1 + max(0, -flow.deficit) // self.quantum
+        self._enter(self.round + flow.rounds, (flow.ticket, tenant))
+        if self._entries > 2 * len(self.flows) + MAX_STALE:
+            waiting, self._waiting, self._rounds, self._entries = self._waiting, {}, [], 0
+            for when, entries in waiting.items():
+                for entry in filter(self._is_there, entries):
+                    self._enter(when, entry)
+
+    def _enter(self, when: int, entry: tuple[int, Hashable]) -> None:
+        if when not in self._waiting:
+            self._waiting[when] = []
+            heapq.heappush(self._rounds, when)
+        self._waiting[when].append(entry)
+        self._entries += 1
+
+    def remove(self, tenant: Hashable) -> None:
+        del self.flows[tenant]
+        self.turns.pop(tenant, None)
+
+    def next_round(self, last: int | None = None) -> list[Hashable]:
+        """Goes on to the next round in which tenants have a turn, if it is not after `last`; returns them."""
+        while self._rounds and (last is None or self._rounds[0] <= last):
+            self.round = heapq.heappop(self._rounds)
+            entries = self._waiting.pop(self.round)
+            self._entries -= len(entries)
+            tenants = [entry[1] for entry in entries if self._is_there(entry)]
+            for tenant in tenants:
+                flow = self.turns[tenant] = self.flows[tenant]
+                flow.deficit += flow.rounds * self.quantum
+                flow.ticket = 0
+            if tenants:
+                return tenants
+        return []
+
+    def _is_there(self, entry: tuple[int, Hashable]) -> bool:
+        flow = self.flows.get(entry[1])
+        return flow is not None and flow.ticket == entry[0]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Serving:
+    """Holds how far one step's tokens are shared out."""
+
+    left: int  # tokens
+    stuck: set[int] = field(default_factory=set)  # arrivals of the requests that can have nothing more
+    done: bool = False  # a request needs nothing more: no further round
+    stopped: bool = False
 
 
 class FairQueue(Generic[R]):
@@ -87,7 +167,7 @@ class FairQueue(Generic[R]):
     def __init__(self, quantum: int) -> None:
         """Makes an empty queue. `quantum`: tokens of one turn."""
         self._quantum = quantum
-        self._classes: dict[int, OrderedDict[Hashable, _Flow[R]]] = {}
+        self._classes: dict[int, _PriorityClass[R]] = {}
         self._order: list[tuple[int, int, R]] = []  # a heap by priority and arrival; some have left
         self._requests: set[tuple[int, int]] = set()  # priority and arrival
 
@@ -95,9 +175,8 @@ class FairQueue(Generic[R]):
         return bool(self._classes)
 
     def __iter__(self) -> Iterator[R]:
-        return (
-            request for flows in self._classes.values() for flow in flows.values() for request in flow.requests.values()
-        )
+        flows = (flow for group in self._classes.values() for flow in group.flows.values())
+        return (request for flow in flows for request in flow.requests.values())
 
     def first(self) -> R:
         """Returns the request of the first priority class that arrived first.
@@ -113,7 +192,10 @@ class FairQueue(Generic[R]):
 
     def add(self, request: R) -> None:
         """Adds a request. One that is there stays where it is."""
-        self._classes.setdefault(request.priority, OrderedDict()).setdefault(request.tenant, _Flow()).add(request)
+        group = self._classes.get(request.priority)
+        if group is None:
+            group = self._classes[request.priority] = _PriorityClass(quantum=self._quantum)
+        group.flow(request.tenant).add(request)
         if (turn := (request.priority, request.arrival)) not in self._requests:
             self._requests.add(turn)
             self._note(request)
@@ -131,19 +213,20 @@ class FairQueue(Generic[R]):
         if turn not in self._requests:
             return
         self._requests.remove(turn)
-        flows = self._classes[request.priority]
-        flow = flows[request.tenant]
+        group = self._classes[request.priority]
+        flow = group.flows[request.tenant]
         flow.remove(request.arrival)
         if not flow.requests:
-            del flows[request.tenant]
-        if not flows:
+            group.remove(request.tenant)
+        if not group.flows:
             del self._classes[request.priority]
 
     def serve(self, budget: int, give: Callable[[R, int, int], int]) -> int:
         """Shares out the tokens of one step.
 
         A tenant for which nothing could be done keeps its place in front. Rounds go on while tokens are left, but not
-        once a request is done: its caller would wait for what is added to the step for the others.
+        once a request is done: its caller would wait for what is added to the step for the others. A step is closed
+        once MAX_FRUITLESS requests could have nothing of it.
 
         Args:
             budget: tokens of the step.
@@ -154,49 +237,59 @@ class FairQueue(Generic[R]):
         Returns:
             The tokens used.
         """
-        left = budget
+        serving = _Serving(left=budget)
         for priority in sorted(self._classes):
-            flows = self._classes.get(priority, OrderedDict())
-            stuck: set[int] = set()
-            more, done = True, False
-            while more and not done and left > 0:
-                more = False
-                for tenant in list(flows):
-                    flow = flows.get(tenant)
-                    if left <= 0:
-                        break
-                    if flow is None:
-                        continue
-                    turn = self._turn(flow, left, stuck, give, only_flow=len(flows) == 1)
-                    if turn.used == STOP:
-                        return budget - left
-                    left -= turn.used
-                    more, done = more or turn.more, done or turn.done
-                    if turn.over and tenant in flows:
-                        flows.move_to_end(tenant)
-            if done:
+            group = self._classes.get(priority)
+            if group is not None:
+                self._serve_class(group, serving, give)
+            if serving.done or serving.stopped or serving.left <= 0:
                 break
-        return budget - left
+        return budget - serving.left
+
+    def _serve_class(self, group: _PriorityClass[R], serving: _Serving, give: Callable[[R, int, int], int]) -> None:
+        """Gives the tenants of a class their turns. Once a request is done, each tenant has had one at most."""
+        seen = set[Hashable]()
+        last = group.round + 1
+        tenants = list(group.turns)
+        while True:
+            for tenant in tenants:
+                flow = group.turns.get(tenant)
+                if flow is None or (serving.done and tenant in seen):
+                    continue
+                if serving.left <= 0:
+                    return
+                seen.add(tenant)
+                turn = self._turn(flow, serving, give, only_flow=len(group.flows) == 1)
+                if turn.used == STOP:
+                    serving.stopped = True
+                    return
+                serving.left -= turn.used
+                serving.done = serving.done or turn.done
+                if turn.over and group.flows.get(tenant) is flow:
+                    group.wait(tenant)
+            if serving.left <= 0:
+                return
+            tenants = group.next_round(last if serving.done else None)
+            if not tenants:
+                return
 
     def charge(self, request: R, tokens: int) -> None:
         """Charges a tenant tokens beside those of its turns. Nothing happens for a request that is not there."""
-        flow = self._classes.get(request.priority, OrderedDict()).get(request.tenant)
+        group = self._classes.get(request.priority)
+        flow = None if group is None else group.flows.get(request.tenant)
         if flow is not None:
             flow.deficit -= tokens
             flow.spend(request.arrival, tokens)
 
-    def _turn(
-        self, flow: _Flow[R], left: int, stuck: set[int], give: Callable[[R, int, int], int], *, only_flow: bool
-    ) -> _Turn:
+    def _turn(self, flow: _Flow[R], serving: _Serving, give: Callable[[R, int, int], int], *, only_flow: bool) -> _Turn:
         """Serves one tenant.
 
         The only flow of its class needs no deficit: each of its requests is served once, and may spend all that is
         left, but a quantum beside one that is done.
         """
         if only_flow:
-            flow.deficit = 0
-        elif flow.deficit <= 0:
-            flow.deficit += self._quantum
+            flow.deficit = self._quantum
+        left, stuck = serving.left, serving.stuck
         used, done, goes_on = 0, False, True
         while goes_on:
             before = used
@@ -207,9 +300,9 @@ class FairQueue(Generic[R]):
                 if request is None or arrival in stuck:
                     continue
                 limit = flow.deficit if not only_flow else self._quantum if done else left
-                spent = give(request, min(limit, left - used), left - used)
+                spent = STOP if len(stuck) >= MAX_FRUITLESS else give(request, min(limit, left - used), left - used)
                 if spent == STOP:
-                    return _Turn(used or STOP, False, False, done)
+                    return _Turn(used or STOP, False, done)
                 if spent == 0:
                     stuck.add(arrival)
                     continue
@@ -218,5 +311,6 @@ class FairQueue(Generic[R]):
                 flow.deficit -= 0 if only_flow else spent
                 done = done or arrival not in flow.requests
             goes_on = not only_flow and flow.deficit > 0 and before < used < left
-        over = only_flow or flow.deficit <= 0
-        return _Turn(used, any(arrival not in stuck for arrival in flow.requests), over, done)
+        if only_flow and used:
+            flow.deficit = 0
+        return _Turn(used, flow.deficit <= 0, done)

@@ -109,7 +109,7 @@ class StepPolicy:
             for size in sizes:
                 tokens, attended = tokens + size.tokens, attended + size.attended
                 sequences += size.sequences
-                if tokens > MAX_GRAPHED_STEPS * largest.tokens:
+                if tokens > MAX_GRAPHED_STEPS * largest.tokens or sequences > MAX_GRAPHED_STEPS * largest.sequences:
                     return None
         # The work is cut at any token, so each step must have room for its share of sequences and context.
         steps = max(1.0, tokens / largest.tokens)

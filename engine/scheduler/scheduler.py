@@ -223,6 +223,8 @@ class Scheduler:
         def give(state: GenerationState, allowance: int, left: int) -> int:
             if self._admission_closed and not prefilling:
                 return STOP
+            if self._admission_closed and not any(row.phase is Phase.PREFILL for row in state.branches):
+                return 0
             if owner and owner[0] is not state and (owner[0].isolated or state.isolated):
                 return 0
             spent = self._prefill(state, allowance, chunks)
@@ -230,7 +232,10 @@ class Scheduler:
                 owner.append(state)
             return spent
 
-        used = self.prompts.serve(self._max_tokens(StepKind.PREFILL), give)
+        budget = self._max_tokens(StepKind.PREFILL)
+        used = self.prompts.serve(budget, give)
+        if not chunks and prefilling:  # those that hold slots may stand behind many that wait for some
+            used = self._prefill_admitted(budget, give)
         return self._prefill_step(chunks, used) if chunks else None
 
     def _share_rows(self) -> bool:
@@ -260,6 +265,17 @@ class Scheduler:
         self._no_room = False
         self._preempt(max(over, key=_least_important))
         return True
+
+    def _prefill_admitted(self, budget: int, give: Callable[[GenerationState, int, int], int]) -> int:
+        """Serves the admitted requests in order of priority and arrival; returns the tokens used."""
+        used = 0
+        for state in sorted(
+            {row.parent for row in self.running.prefilling}, key=lambda one: (one.priority, one.arrival)
+        ):
+            spent = give(state, budget - used, budget - used) if used < budget else 0
+            self.prompts.charge(state, spent)
+            used += spent
+        return used
 
     def _prefill(self, state: GenerationState, allowance: int, chunks: dict[SequenceState, int]) -> int:
         """Admits the sequences of a request and gives them up to `allowance` tokens of the step."""
@@ -399,23 +415,17 @@ class Scheduler:
                 self.scores.remove(state)
             return spent
 
-        step.tokens = self.scores.serve(self.score_batcher.budget, give)
+        first, budget = self.scores.first(), self.score_batcher.budget
+        step.tokens = self.scores.serve(budget, give)
+        if not scheduled:  # the first one may stand behind many that found no room
+            step.tokens = max(0, give(first, budget, budget))
+            self.scores.charge(first, step.tokens)
         step.parts = self.score_batcher.end()
         return step if scheduled else None
 
     def _release_idle(self) -> None:
-        """Makes scoring requests that no step is computing release what they hold.
-
-        A request never releases for one whose turn comes later: two that do not fit together would otherwise throw each
-        other out without end.
-        """
-        if self.kv_cache.in_flight:
-            return
-        touched = self.score_batcher.touched
-        first = min(map(_rank, touched), default=None)
-        for state in self.scores:
-            if state not in touched and (first is None or first < _rank(state)):
-                self.score_batcher.release(state)
+        if not self.kv_cache.in_flight:
+            self.score_batcher.release_idle()
 
 
 def _least_important(sequence: SequenceState) -> tuple[int, int, int]:
@@ -436,8 +446,3 @@ def _may_start(sequence: SequenceState) -> bool:
     """Tells whether a waiting branch may start: the first open one computes the prompt, the others find it."""
     state = sequence.parent
     return state.prompt_done or sequence is next(one for one in state.branches if one.phase is not Phase.CLOSED)
-
-
-def _rank(state: ScoringState) -> tuple[int, int]:
-    """Returns the place of a request in a strict order: the first is never thrown out and never overtaken."""
-    return state.priority, state.arrival

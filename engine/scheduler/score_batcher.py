@@ -15,12 +15,14 @@ from engine.scheduler.fair_queue import STOP
 from engine.scheduler.request_state import ItemState, LikelihoodState, ScoringState
 
 MAX_PASSED = 16  # requests whose items are too long for the rest of a step, before it is left empty
+MAX_NO_ROOM = 16  # requests that find too few free slots, before a step is closed: each looks for slots to free
 BLOCK = 64  # items of one query stay together, to keep its prefix hot
 MAX_LOGITS = 160_000_000  # elements of one step's logits: 1,024 rows of 152k
 NO_ROWS = np.empty(0, np.int32)
 # The next rows of a step's logits, and the answers of a request that they are: by default an item has one; a likelihood
 # request has one a wanted token.
 ScorePart = tuple[ScoringState, range]
+Rank = tuple[int, int]  # priority and arrival
 
 
 class ScoreBatcher:
@@ -51,8 +53,12 @@ class ScoreBatcher:
         self._first: ScoringState | None = None
         self._full = False  # no request can have more of the step
         self._passed = 0  # requests in a row none of whose items fitted into the rest of the step
-        self.touched: set[ScoringState] = set()  # requests that the step under construction may name
-        self._named: set[ScoringState] = set()  # those that have parts of it
+        self._no_room = 0  # requests of the step that found too few slots
+        self._named: set[ScoringState] = set()  # requests that have parts of the step under construction
+        self._first_named: Rank | None = None
+        self._current: ScoringState | None = None  # the request that is being given something
+        self._holders: set[ScoringState] = set()  # requests that hold slots or a node of the tree
+        self._released_after: Rank | None = None  # all later ones hold nothing, but for those of the step
 
     def begin(
         self, scheduled: list[ScheduledSequence], scratch: list[Int32s], budget: int, first: ScoringState
@@ -69,26 +75,38 @@ class ScoreBatcher:
         self._first = first
         self._scheduled, self._scratch, self._parts, self._rows = scheduled, scratch, [], 0
         self._owner, self._full, self.starving = None, False, False
-        self._passed = 0
+        self._passed = self._no_room = 0
+        self._first_named = self._released_after = None
 
     def end(self) -> list[ScorePart]:
         """Ends the step and returns its parts."""
         self.starving = self.starving and not self._scheduled
-        self.touched.clear()
         self._named.clear()
+        self._first_named = self._released_after = None
         return self._parts
 
     def give(self, state: ScoringState, allowance: int, left: int) -> int:
         """Spends about `allowance`, and at most `left`, tokens of the step on a request.
 
         Returns:
-            The tokens spent; STOP where no request can have more of the step.
+            The tokens spent; STOP where no request can have more of the step. An empty step always takes the first one.
         """
-        if self._full:
+        if self._full and (self._scheduled or state is not self._first):
             return STOP
         if state.closed or state.launched or not self._may_share(state):
             return 0
-        self.touched.add(state)
+        self._current, held = state, _holds(state)
+        try:
+            spent = self._give(state, allowance, left)
+        finally:
+            self._current = None
+        if not spent and not held:
+            self.release(state)  # a node that it only found would be locked for as long as it waits
+        elif _holds(state):
+            self._holders.add(state)
+        return spent
+
+    def _give(self, state: ScoringState, allowance: int, left: int) -> int:
         parts = len(self._parts)
         spent = self._prefix(state, min(allowance, left))
         if len(state.prefix_slots) == len(state.request.prefix) and spent < left:
@@ -103,13 +121,29 @@ class ScoreBatcher:
         if spent:
             self._passed = 0
             self._named.add(state)
-        elif state not in self._named:
-            self.touched.discard(state)
+            self._first_named = min(self._first_named or rank(state), rank(state))
         return spent
+
+    def release_idle(self) -> None:
+        """Makes requests that no step is computing release what they hold. No step is in flight.
+
+        A request never releases for one whose turn comes later: two that do not fit together would otherwise throw each
+        other out without end.
+        """
+        first = self._first_named
+        if self._current is not None:
+            first = min(first or rank(self._current), rank(self._current))
+        if self._released_after is not None and first is not None and first >= self._released_after:
+            return
+        for state in list(self._holders):
+            if state not in self._named and state is not self._current and (first is None or first < rank(state)):
+                self.release(state)
+        self._released_after = first
 
     def release(self, state: ScoringState) -> None:
         """Releases what a request holds between steps: it can be matched or computed again."""
-        if state.node is None and not len(state.prefix_slots) and not len(state.part_slots):
+        self._holders.discard(state)
+        if not _holds(state):
             return
         own, part = state.prefix_slots[state.prefix_owned :], state.part_slots
         node = state.node
@@ -294,6 +328,16 @@ class ScoreBatcher:
         """Takes `n` pool slots, or none: where the first request finds none no smaller one overtakes it."""
         taken = self._kv_cache.allocate(n)
         if taken is None:
-            self._full = state is self._first
+            self._no_room += 1
+            self._full = state is self._first or self._no_room >= MAX_NO_ROOM
             self.starving = True
         return taken
+
+
+def rank(state: ScoringState) -> Rank:
+    """Returns the place of a request in a strict order: the first is never thrown out and never overtaken."""
+    return state.priority, state.arrival
+
+
+def _holds(state: ScoringState) -> bool:
+    return state.node is not None or len(state.prefix_slots) > 0 or len(state.part_slots) > 0

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.config.app_args import AppArgs
 from deployments.config.sections import MetricsArgs
-from deployments.observability.exposition import Snapshot, merge
+from deployments.observability.exposition import Snapshot, merge, render
 from deployments.observability.ingress_metrics import ArrayHistogram, IngressMetrics
 from deployments.observability.scrape import MetricsScraper
 from deployments.protocol import GenerateCall
@@ -274,7 +274,12 @@ async def test_a_real_model_tells_of_padding_and_of_its_head(toy_args: dict[str,
 def snapshot(replica: str, total: float) -> Snapshot:
     family = CounterMetricFamily("assay_x", "X.", labels=("kind",))
     family.add_metric(("a",), total)
-    return Snapshot("Replica", replica, (family,))
+    return rendered("Replica", replica, (family,))
+
+
+def rendered(deployment: str, replica: str, metrics: Sequence[Metric]) -> Snapshot:
+    labels = {"deployment": deployment, "replica": replica}
+    return Snapshot(deployment, replica, tuple(render(metric, labels) for metric in metrics))
 
 
 def test_processes_merge_under_one_name_with_their_own_labels() -> None:
@@ -307,10 +312,10 @@ class Cluster:
         return self.replicas
 
     async def siblings(self, method: str, timeout_s: float, *args: object, on_answer: Any = None) -> Sequence[object]:
-        return [Snapshot("Ingress", "i1", ()), Snapshot("Ingress", "i2", self.metrics.families())]
+        return [Snapshot("Ingress", "i1", ()), rendered("Ingress", "i2", self.metrics.families())]
 
-    def own(self) -> Snapshot:
-        return Snapshot("Ingress", "i1", self.metrics.families())
+    async def own(self) -> Snapshot:
+        return rendered("Ingress", "i1", self.metrics.families())
 
 
 async def test_scrapes_at_the_same_time_are_one_and_soon_after_the_same() -> None:

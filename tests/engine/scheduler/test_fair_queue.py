@@ -127,10 +127,10 @@ def test_first_come_first_served_would_let_small_jobs_wait(monkeypatch: pytest.M
         flow._unspent[job.arrival] = 0
         flow.order.append((0.0, job.arrival))
 
-    def turns(self: Any, flow: Any, left: int, stuck: Any, give: Callable[..., int], *, only_flow: bool) -> Any:
+    def turns(self: Any, flow: Any, serving: Any, give: Callable[..., int], *, only_flow: bool) -> Any:
         job = next(iter(flow.requests.values()))
-        spent = give(job, left, left)
-        return _Turn(used=spent, more=bool(flow.requests), over=True, done=False)
+        spent = give(job, serving.left, serving.left)
+        return _Turn(used=spent, over=True, done=False)
 
     monkeypatch.setattr(_Flow, "add", by_arrival)
     monkeypatch.setattr(FairQueue, "_turn", turns)
@@ -184,7 +184,7 @@ def test_jobs_that_cost_less_than_was_said_hold_up_no_other(leaves: str) -> None
         small.used = BUDGET - 8
         if leaves == "cancelled":
             steps.queue.remove(small)
-        flow = steps.queue._classes[0][0]
+        flow = steps.queue._classes[0].flows[0]
         steps.step()
         most = max(most, len(flow.unended))
     assert steps.served <= 25 * BUDGET
