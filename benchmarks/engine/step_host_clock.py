@@ -11,18 +11,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from benchmarks.service import clock_service
-from benchmarks.service.clock_service import AppArgs, ClockModel, ClockSampler, Engine, first_of
+from benchmarks.service.clock_service import ClockModel, ClockSampler, Engine, first_of
 from gpu_sampler.output import SampleOutput
 
 pack: Any = first_of("engine.batch.input_batch:pack", "engine.batch:pack")
 StepKind: Any = first_of("engine.batch.input_batch:StepKind", "engine.batch:StepKind")
-Sequence_: Any = first_of("engine.batch.input_batch:ScheduledSequence", "engine.batch:Run")
+ScheduledSequence: Any = first_of("engine.batch.input_batch:ScheduledSequence", "engine.batch:Run")
 GenerateRequest: Any = first_of("engine.requests:GenerateRequest", "engine.jobs:GenerateJob")
 SamplingParams: Any = first_of("gpu_sampler.sampling_params:SamplingParams", "gpu_sampler.params:SamplingParams")
 EngineConfig: Any = first_of("engine.config:EngineConfig")
@@ -85,7 +86,7 @@ def decode_times(rows: int, *, streamed: bool, logprobs: int | None) -> dict[str
         engine.stop()
     steps = [
         (then.processor_s - now.processor_s, then.wall_s - now.wall_s)
-        for now, then in zip(times, times[1:], strict=False)
+        for now, then in pairwise(times)
         if now.decoded == then.decoded == rows
     ][8:-8]
     processor, wall = (1e6 * statistics.median(column) for column in zip(*steps, strict=True))
@@ -114,7 +115,7 @@ def packing_times(prompts: int, tokens: int) -> float:
     empty = np.empty(0, np.int32)
     slots = np.random.default_rng(5).permutation(prompts * tokens).astype(np.int32).reshape(prompts, tokens)
     last = np.array([tokens - 1], np.int32)
-    step = [Sequence_(i + 1, empty, slots[i], slots[i], last) for i in range(prompts)]
+    step = [ScheduledSequence(i + 1, empty, slots[i], slots[i], last) for i in range(prompts)]
     return _median_us(lambda: pack(StepKind.PREFILL, step, table, torch.device("cpu")))
 
 
@@ -128,10 +129,9 @@ def _median_us(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    AppArgs  # noqa: B018  # loaded with the service's modules
     torch.set_num_threads(1)
     clock_service.DECODE_S = clock_service.ROW_S = clock_service.TOKEN_S = 0.0
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, streamed, logprobs in (("plain", False, None), ("streamed", True, None), ("streamed, top 5", True, 5)):
         rows.append(
             {"case": f"decode step of 256 rows, {name}"} | decode_times(256, streamed=streamed, logprobs=logprobs)
