@@ -3,19 +3,36 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Protocol
 
-from engine.requests import EngineError, GenerateChunk, LikelihoodResult, PoolingResult, ScoreResult
+from engine.requests import EngineError, GenerateChunk, LikelihoodResult, PoolingResult, ScoreResult, StepTokens
 
 Result = ScoreResult | LikelihoodResult | PoolingResult | GenerateChunk | EngineError
 
 
-class ResultQueue:
-    """Holds the results of one request until its caller reads them.
+class ResultSink(Protocol):
+    """Receives the results of one request.
 
-    Every method runs in the event loop that made the queue; the step thread only names it. A slow reader makes only its
-    own queue longer.
+    Every method runs in the event loop that the sink belongs to; the step thread only names the sink.
     """
+
+    loop: asyncio.AbstractEventLoop
+
+    def put(self, item: Result) -> None:
+        """Takes a result. An EngineError is the last one."""
+        ...
+
+    def put_token(self, tokens: StepTokens, row: int) -> None:
+        """Takes one token of a step, which stands in `row` of the columns of all streams."""
+        ...
+
+
+class ResultQueue:
+    """Implements `ResultSink`: holds the results until the caller reads them. A slow reader makes only its own queue
+    longer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -27,6 +44,10 @@ class ResultQueue:
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def put_token(self, tokens: StepTokens, row: int) -> None:
+        """Adds a token as a chunk of its own."""
+        self.put(tokens.chunk(row))
 
     async def get(self) -> Result:
         """Waits for the next result and returns it."""
@@ -43,12 +64,17 @@ class ResultDispatcher:
     """Collects the results of a step and delivers them with one call per event loop."""
 
     def __init__(self) -> None:
-        self._batches: dict[asyncio.AbstractEventLoop, list[tuple[ResultQueue, Result]]] = {}
+        self._batches: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self.hand_overs = 0  # calls into asyncio since start-up
 
-    def add(self, queue: ResultQueue, item: Result) -> None:
+    def add(self, sink: ResultSink, item: Result) -> None:
         """Keeps a result until the next `flush`."""
-        self._batches.setdefault(queue.loop, []).append((queue, item))
+        self._batches.setdefault(sink.loop, []).append(partial(sink.put, item))
+
+    def add_tokens(self, sinks: Sequence[ResultSink], tokens: StepTokens) -> None:
+        """Keeps one token for each sink until the next `flush`: row i of `tokens` for sink i."""
+        for loop in set(map(_loop_of, sinks)):
+            self._batches.setdefault(loop, []).append(partial(_put_tokens, loop, sinks, tokens))
 
     def flush(self) -> None:
         """Delivers everything that was added."""
@@ -89,6 +115,16 @@ class CallQueue:
         self._ready.wait(timeout)
 
 
-def _deliver(batch: list[tuple[ResultQueue, Result]]) -> None:
-    for queue, item in batch:
-        queue.put(item)
+_loop_of = attrgetter("loop")
+
+
+def _deliver(batch: list[Callable[[], None]]) -> None:
+    for deliver in batch:
+        deliver()
+
+
+def _put_tokens(loop: asyncio.AbstractEventLoop, sinks: Sequence[ResultSink], tokens: StepTokens) -> None:
+    """Gives each sink of the event loop its row."""
+    for row, sink in enumerate(sinks):
+        if sink.loop is loop:
+            sink.put_token(tokens, row)

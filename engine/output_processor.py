@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from engine.metrics import StepRecorder
 from engine.model.lm_head import RowLogprobs
-from engine.requests import EngineError, ErrorCode, FinishReason, Float32s, LikelihoodResult, RowStatus
+from engine.requests import EngineError, ErrorCode, FinishReason, Float32s, Int64s, LikelihoodResult, RowStatus
 from engine.scheduler.request_state import (
     ItemState,
     LikelihoodState,
@@ -146,6 +146,8 @@ class OutputProcessor:
         due = np.flatnonzero(open_rows & (ends | (known >= table.due[slots]) | bad.any()))
         running = int(np.count_nonzero(open_rows))
         self._recorder.wasted_tokens += len(slots) - running
+        if not bad.any():
+            due = self._streamed(slots, out, due, ends, now)
         self._recorder.generated_tokens += running - len(due)
         if not len(due):
             return
@@ -155,6 +157,17 @@ class OutputProcessor:
         for row, wrong, ended, stopped in zip(due.tolist(), *facts, strict=True):
             at = (slice(row, row + 1),)
             self._row(step.sampled[row], out, at, bad=wrong, stopped=stopped if ended else None, now=now)
+
+    def _streamed(
+        self, slots: Int64s, out: SampleOutput, due: Int64s, ends: npt.NDArray[np.bool_], now: float
+    ) -> Int64s:
+        """Hands over the tokens of all open streams that go on, together; returns the other rows of `due`."""
+        streamed = self._table.streams.is_open[slots[due]] & ~ends[due]
+        if not streamed.any():
+            return due
+        rows = due[streamed]
+        self._stream.add_tokens(*self._table.streams.tokens(slots[rows], out, rows, now))
+        return due[~streamed]
 
     def _verified(self, step: Step, out: VerifyOutput, now: float) -> None:
         """Takes a run of new tokens of each row. Tokens behind a stop are dropped."""
@@ -225,10 +238,14 @@ class OutputProcessor:
             self._tracker.end(state)
 
     def _set_due(self, sequence: SequenceState) -> None:
-        """Notes with how many tokens the next chunk of the row is due."""
+        """Notes with how many tokens the next chunk of the row is due, or that each token is one."""
         state = sequence.parent
-        if state.stream_interval > 1 and not (state.isolated and state.request.isolated_tokens):
+        if state.isolated and state.request.isolated_tokens:
+            return  # each token is looked at until the request is no longer isolated
+        if state.stream_interval > 1:
             self._table.due[sequence.slot] = len(sequence.prompt) + sequence.sent + state.stream_interval
+        elif not self._table.streams.is_open[sequence.slot]:
+            self._table.streams.open(sequence)
 
     def _is_new(self, sequence: SequenceState) -> bool:
         """Tells whether a branch has fewer than `isolated_tokens` tokens that it did not come with."""

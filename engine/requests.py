@@ -22,7 +22,9 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Float32s = npt.NDArray[np.float32]
 UInt8s = npt.NDArray[np.uint8]
+Float64s = npt.NDArray[np.float64]
 NO_DEADLINE = float("inf")
+ABSENT = -1  # in a column: the row has no such number
 
 
 class ErrorCode(StrEnum):
@@ -264,3 +266,39 @@ class GenerateChunk(NamedTuple):
     drafted: int = 0  # tokens that were drafted for these
     accepted: int = 0  # those of the drafted tokens that stand among these
     prefill_s: float = 0.0  # part of compute_s: until the request's first token
+
+
+class StepTokens(NamedTuple):
+    """Holds one new token of each of R rows, none of which ends with it: columns of chunks of one token.
+
+    The log-probability columns are None if no row wants any, and are as wide as the widest row wants.
+    """
+
+    branches: Int32s  # [R]
+    tokens: Int32s  # [R]
+    cached: Int32s  # [R], as in GenerateChunk
+    seconds: Float64s  # [R, 3] its queue_s, compute_s and prefill_s
+    scored: Bools  # [R] whether the row wants log-probabilities
+    widths: Int32s  # [R, 2] most probable tokens and chosen ids that the row wants; ABSENT without them
+    logprobs: Float32s | None  # [R]
+    ranks: Int32s | None  # [R]
+    top_ids: Int32s | None  # [R, T]
+    top_logprobs: Float32s | None  # [R, T]
+    chosen_logprobs: Float32s | None  # [R, C]
+
+    def chunk(self, row: int) -> GenerateChunk:
+        """Returns a row as a chunk, whose arrays are views."""
+        at = slice(row, row + 1)
+        logprobs = ranks = top_ids = top_logprobs = chosen = None
+        if self.scored[row] and self.logprobs is not None and self.ranks is not None:
+            logprobs, ranks = self.logprobs[at], self.ranks[at]
+            n_top, n_chosen = self.widths[row].tolist()
+            if n_top != ABSENT and self.top_ids is not None and self.top_logprobs is not None:
+                top_ids, top_logprobs = self.top_ids[at, :n_top], self.top_logprobs[at, :n_top]
+            if n_chosen != ABSENT and self.chosen_logprobs is not None:
+                chosen = self.chosen_logprobs[at, :n_chosen]
+        queue_s, compute_s, prefill_s = self.seconds[row].tolist()
+        return GenerateChunk(
+            int(self.branches[row]), self.tokens[at], logprobs, ranks, top_ids, top_logprobs, chosen, None, None,
+            int(self.cached[row]), queue_s, compute_s, 0, 0, prefill_s,
+        )  # fmt: skip

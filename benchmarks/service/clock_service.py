@@ -27,7 +27,7 @@ FIRST_ID = 300  # of what the clock samples; the built-in tokenizer's ids from h
 SLOTS = 1 << 18
 
 
-def _first(*places: str) -> Any:
+def first_of(*places: str) -> Any:
     """Returns the first of several `module:name` that exists."""
     for place in places:
         module, name = place.split(":")
@@ -38,9 +38,9 @@ def _first(*places: str) -> Any:
     raise ImportError(f"None of {places} exists.")
 
 
-AppArgs: Any = _first("deployments.config.app_args:AppArgs", "deployments.config:AppArgs")
-Engine: Any = _first("engine.engine:Engine", "engine.loop:Engine")
-ToyModel: Any = _first(
+AppArgs: Any = first_of("deployments.config.app_args:AppArgs", "deployments.config:AppArgs")
+Engine: Any = first_of("engine.engine:Engine", "engine.loop:Engine")
+ToyModel: Any = first_of(
     "tests.support.toy_model:ToyModel", "engine.testing.toy_model:ToyModel", "engine.builtin.toy:ToyModel"
 )
 
@@ -135,7 +135,7 @@ class ClockReplica(app.Replica):
         config: Any = self._args.engine_config()
         clock = ClockModel(vocab_size=int(os.environ["ASSAY_CLOCK_VOCAB"]))
         try:
-            overlapped = {"options": _first("engine.core:LoopOptions")(overlap=True)}
+            overlapped = {"options": first_of("engine.core:LoopOptions")(overlap=True)}
         except ImportError:
             overlapped = {"overlap": True}
         return Engine(clock, config, ClockSampler(clock, config), **overlapped)

@@ -101,6 +101,7 @@ class FlashInferAttention:
         self._planned_by: dict[tuple[AttentionParams, str], PlannedWrapper] = {}
         self._workspaces: dict[AttentionParams, Any] = {}  # of the skinny decode kernel
         self._gathers = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+        self.min_cascade_context: int | None = None
         self.cascade_ratio: float | None = HOPPER_CASCADE_RATIO if self._gathers else CASCADE_RATIO
 
     def stored_dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:

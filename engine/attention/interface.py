@@ -59,6 +59,7 @@ class AttentionStep(Protocol):
 class AttentionBackend(Protocol):
     """Plans attention on one class of device."""
 
+    min_cascade_context: int | None  # tokens of a context in two levels; None: `shared_prefix.MIN_SHARED_CONTEXT`
     cascade_ratio: float | None  # context tokens a new token from which two levels win (`InputBatch.cascade`); or never
 
     def stored_dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:

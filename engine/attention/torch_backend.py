@@ -1,24 +1,36 @@
 """Computes attention by torch operations: the CPU path, and the reference for other backends.
 
+Sequences of a step are laid side by side in blocks, a call of torch each. On a CPU, sequences that share a context are
+attended in two levels (`engine.batch.shared_prefix`): all their tokens over the context, whose keys are read once, and
+each over its own tokens.
+
 Shape legend: T packed tokens, H query heads, G key/value heads, D query/key dim, E value dim, S sequences, n new tokens
-of a sequence, a tokens that it attends to.
+of a sequence, a tokens that it attends to, B sequences of a block.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, AttentionCall, AttentionStep
 from engine.batch.input_batch import InputBatch
+from engine.requests import Int64s
 
-MIN_TABLE = 1 << 14  # entries of a padded table that are always worth one call in place of one for each sequence
+MIN_AREA = 1 << 14  # scores of a padded block that are always worth one call in place of one for each sequence
+MAX_PADDING = 1.5  # times the scores without padding, above that
+MAX_ATTENDED = 1 << 16  # tokens whose keys and values a block copies, unless one sequence attends to more
+MIN_CONTEXT = 64  # shared tokens from which two levels win on a CPU
 
 
 class TorchAttention:
-    """Implements `AttentionBackend` by torch's scaled dot product attention, one sequence after another."""
+    """Implements `AttentionBackend` by torch's scaled dot product attention."""
 
-    cascade_ratio: float | None = None
+    def __init__(self, *, cascades: bool = False) -> None:
+        """`cascades`: shared contexts are attended in a level of their own, which torch supports on a CPU alone."""
+        self.cascade_ratio: float | None = 0.0 if cascades else None
+        self.min_cascade_context: int | None = MIN_CONTEXT
 
     def stored_dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:
         return key_dim, value_dim
@@ -27,65 +39,320 @@ class TorchAttention:
         return _TorchStep(batch)
 
 
+class _Block(NamedTuple):
+    """Lays B sequences side by side, padded to n new tokens and a attended ones.
+
+    Padding repeats a sequence's last token and its last slot, whose numbers are finite.
+    """
+
+    shape: tuple[int, int, int]  # B, n, a
+    tokens: torch.Tensor | None  # i64 [B n] of the step; None: all of its tokens in order
+    slots: torch.Tensor  # i64 [B a]
+    places: torch.Tensor  # i64 [B, n] place of each new token among those that its sequence attends to
+    unpadded: torch.Tensor | None  # i64 [*], entries of [B n] that are no padding; None: all
+    triangular: bool  # every sequence attends to its new tokens alone, and none is padded
+    masks: dict[int, torch.Tensor | None]  # by window, once they are needed
+
+    def mask(self, window: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Returns what is added to the scores, [B, 1, n, a]; None where every token sees all."""
+        if window not in self.masks:
+            at = torch.arange(self.shape[2], device=self.places.device)
+            place = self.places[:, :, None]
+            seen = at <= place if window == NO_WINDOW else (at <= place) & (at > place - window)
+            blank = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            self.masks[window] = None if bool(seen.all()) else blank.masked_fill_(~seen, float("-inf"))[:, None]
+        return self.masks[window]
+
+
+class _Span(NamedTuple):
+    """Names the tokens first .. last - 1 of a step, which share a context."""
+
+    first: int
+    last: int
+    slots: torch.Tensor  # i64 [C]
+
+
 class _TorchStep:
     """Implements `AttentionStep`."""
 
     def __init__(self, batch: InputBatch) -> None:
         self._write_slots = batch.write_slots
-        self._indices = batch.kv_indices.long()
-        self._queries = batch.qo_indptr.tolist()
-        self._attended = batch.kv_indptr.tolist()
-        self._table = _slot_table(batch)
+        self._queries = batch.qo_indptr.numpy().astype(np.int64)
+        self._attended = batch.kv_indptr.numpy().astype(np.int64)
+        self._indices = batch.kv_indices
+        self._cascade = batch.cascade
+        self._blocks: list[_Block] | None = None
+        self._own_blocks: list[_Block] = []
+        self._spans: list[_Span] = []
+        if (cascade := batch.cascade) is not None:
+            queries, contexts = cascade.query_indptr.tolist(), cascade.context_indptr.tolist()
+            bounds = zip(queries, queries[1:], contexts, contexts[1:], strict=False)
+            self._spans = [
+                _Span(first, last, cascade.context_indices[start:end].long())
+                for first, last, start, end in bounds
+                if end > start
+            ]
+            self._own_blocks = _blocks(self._queries, cascade.own_indptr.numpy(), cascade.own_indices)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        keys, values = call.keys, call.values
-        keys[:, 0].index_copy_(0, self._write_slots, call.k_TGD.to(keys.dtype))
-        values[:, 0].index_copy_(0, self._write_slots, call.v_TGE.to(values.dtype))
-        fused = call.softcap == NO_SOFTCAP and call.sinks is None
-        if self._table is not None and fused:
-            return _attend_single(call, self._table)
+        keys, values = call.keys.flatten(1), call.values.flatten(1)
+        keys.index_copy_(0, self._write_slots, call.k_TGD.flatten(1).to(keys.dtype))
+        values.index_copy_(0, self._write_slots, call.v_TGE.flatten(1).to(values.dtype))
         out = call.q_THD.new_empty((*call.q_THD.shape[:2], call.v_TGE.shape[2]))
-        for index in range(len(self._queries) - 1):
-            first, last = self._queries[index], self._queries[index + 1]
-            slots = self._indices[self._attended[index] : self._attended[index + 1]]
-            q, k, v = (one.transpose(0, 1) for one in (call.q_THD[first:last], keys[slots, 0], values[slots, 0]))
-            mixed = _attend_fused(q, k, v, call) if fused else _attend_unfused(q, k, v, call)
-            out[first:last] = mixed.transpose(0, 1)
+        if call.softcap != NO_SOFTCAP or call.sinks is not None:
+            self._attend_unfused(call, out)
+        elif self._spans and call.window == NO_WINDOW and call.q_THD.shape[2] == call.v_TGE.shape[2]:
+            self._attend_in_levels(call, out)
+        else:
+            if self._blocks is None:
+                self._blocks = _blocks(self._queries, self._attended, self._indices)
+            for block in self._blocks:
+                _attend_block(call, block, out)
         return out
 
+    def _attend_in_levels(self, call: AttentionCall, out_THE: torch.Tensor) -> None:
+        logsums = call.q_THD.new_empty(call.q_THD.shape[:2], dtype=torch.float32)
+        for block in self._own_blocks:
+            _attend_block(call, block, out_THE, logsums)
+        for span in self._spans:
+            tokens = slice(span.first, span.last)
+            k, v = _gathered(call, span.slots, 1)
+            q = call.q_THD[tokens].transpose(0, 1)[None]
+            found, logsum = _flash(q, k, v, 0.0, False, scale=call.scale)
+            weight = torch.sigmoid(logsum[0].T - logsums[tokens])[:, :, None].to(out_THE.dtype)
+            out_THE[tokens] = torch.lerp(out_THE[tokens], found[0].transpose(0, 1), weight)
 
-class _SlotTable(NamedTuple):
-    """Lays sequences of one new token side by side: the last token of each is in the last column."""
-
-    slots: torch.Tensor  # i64 [S, longest]; entries before a row's first token repeat its last slot
-    age: torch.Tensor  # i64 [longest], 0 for the new token
-    lengths: torch.Tensor  # i64 [S]
-
-
-def _slot_table(batch: InputBatch) -> _SlotTable | None:
-    """Returns None where a sequence has several new tokens, or where one long row would pad the others too far."""
-    longest = int(batch.kv_indptr.diff().max())
-    if not batch.single or longest * batch.num_tokens > max(MIN_TABLE, 2 * len(batch.kv_indices)):
-        return None
-    indptr = batch.kv_indptr.to(batch.kv_indices.device).long()
-    lengths = indptr.diff()
-    age = torch.arange(longest - 1, -1, -1, device=lengths.device)
-    last = indptr[1:, None] - 1
-    at = torch.where(age < lengths[:, None], last - age, last)
-    return _SlotTable(batch.kv_indices[at].long(), age, lengths)
+    def _attend_unfused(self, call: AttentionCall, out_THE: torch.Tensor) -> None:
+        """Attends in one sequence after another."""
+        for index in range(len(self._queries) - 1):
+            tokens = slice(*self._queries[index : index + 2].tolist())
+            slots = self._indices[slice(*self._attended[index : index + 2].tolist())].long()
+            k, v = (one[0] for one in _gathered(call, slots, 1))
+            mixed = _attend_unfused(call.q_THD[tokens].transpose(0, 1), k, v, call)
+            out_THE[tokens] = mixed.transpose(0, 1)
 
 
-def _attend_single(call: AttentionCall, table: _SlotTable) -> torch.Tensor:
-    """Attends in all sequences of one new token by one call. Unseen entries repeat a slot whose numbers are finite."""
-    k, v = (storage[table.slots, 0].transpose(1, 2) for storage in (call.keys, call.values))
-    seen = table.age < table.lengths[:, None]
-    if call.window != NO_WINDOW:
-        seen &= table.age < call.window
-    grouped = call.q_THD.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(
-        call.q_THD[:, :, None], k, v, attn_mask=seen[:, None, None, :], scale=call.scale, enable_gqa=grouped
+_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # the call that gives log-sum-exps
+
+
+def _blocks(queries: Int64s, attended: Int64s, indices: torch.Tensor) -> list[_Block]:
+    """Lays all sequences of a step in blocks, those of like sizes together.
+
+    Args:
+        queries: [S + 1] where each sequence's new tokens begin, and where the last one's end.
+        attended: [S + 1] the same for `indices`.
+        indices: [A] slots that the sequences attend to.
+    """
+    sizes, lengths = np.diff(queries), np.diff(attended).astype(np.int64)
+    order = np.lexsort((lengths, sizes))[::-1]
+    blocks, start = [], 0
+    while start < len(order):
+        n, a = int(sizes[order[start]]), 0
+        end, area = start, 0
+        while end < len(order):
+            size, length = int(sizes[order[end]]), int(lengths[order[end]])
+            a_with, count = max(a, length), end - start + 1
+            area += size * length
+            padded = count * n * a_with
+            if end > start and (padded > max(MIN_AREA, MAX_PADDING * area) or count * a_with > MAX_ATTENDED):
+                break
+            a, end = a_with, end + 1
+        chosen = np.sort(order[start:end])
+        blocks.append(_block(queries, attended, indices, chosen, n, a))
+        start = end
+    return blocks
+
+
+def _block(queries: Int64s, attended: Int64s, indices: torch.Tensor, chosen: Int64s, n: int, a: int) -> _Block:
+    sizes, lengths = queries[chosen + 1] - queries[chosen], attended[chosen + 1] - attended[chosen]
+    new = np.minimum(np.arange(n), sizes[:, None] - 1)  # [B, n]
+    at = np.minimum(np.arange(a), lengths[:, None] - 1)  # [B, a]
+    places = torch.from_numpy(new + (lengths - sizes)[:, None])
+    padded = bool((sizes < n).any())
+    whole = not padded and len(chosen) == len(queries) - 1
+    device = indices.device
+
+    def moved(array: Int64s) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return _Block(
+        shape=(len(chosen), n, a),
+        tokens=None if whole else moved((queries[chosen][:, None] + new).ravel()),
+        slots=indices.index_select(0, moved((attended[chosen][:, None] + at).ravel())).long(),
+        places=places.to(device),
+        unpadded=moved(np.flatnonzero(np.arange(n) < sizes[:, None])) if padded else None,
+        triangular=bool((sizes == n).all() and (lengths == n).all()),
+        masks={},
     )
-    return out[:, :, 0].contiguous()
+
+
+def _gathered(call: AttentionCall, slots: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the keys [B, G, a, D] and values [B, G, a, E] of `count` sequences, whose slots are i64 [B a]."""
+    k, v = (
+        storage.flatten(1).index_select(0, slots).view(count, -1, *storage.shape[2:]).transpose(1, 2)
+        for storage in (call.keys, call.values)
+    )
+    return k, v
+
+
+def _attend_block(
+    call: AttentionCall, block: _Block, out_THE: torch.Tensor, logsums_TH: torch.Tensor | None = None
+) -> None:
+    """Attends in the sequences of a block, and writes the results of their tokens, and log-sum-exps where wanted."""
+    (count, n, _), heads = block.shape, call.q_THD.shape[1]
+    k, v = _gathered(call, block.slots, count)
+    q = call.q_THD if block.tokens is None else call.q_THD.index_select(0, block.tokens)
+    q = q.view(count, n, heads, -1).transpose(1, 2)
+    triangular = block.triangular and call.window == NO_WINDOW
+    mask = None if triangular else block.mask(call.window, q.dtype)
+    if logsums_TH is not None:
+        found, logsums = _flash(q, k, v, 0.0, triangular, attn_mask=mask, scale=call.scale)
+        logsums = logsums.transpose(1, 2).reshape(count * n, heads)
+    elif n == 1:  # the query heads of a key head, as if they were tokens
+        found = F.scaled_dot_product_attention(q.view(count, k.shape[1], -1, q.shape[3]), k, v, mask, scale=call.scale)
+    else:
+        grouped = heads != k.shape[1]
+        found = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=triangular, scale=call.scale, enable_gqa=grouped
+        )
+    rows = (
+        found.view(count, heads, n, -1).transpose(1, 2).reshape(count * n, heads, -1)
+        if n > 1
+        else found.reshape(count, heads, -1)
+    )
+    tokens = block.tokens
+    if block.unpadded is not None and tokens is not None:
+        tokens, rows = tokens[block.unpadded], rows[block.unpadded]
+        logsums = None if logsums_TH is None else logsums[block.unpadded]
+    if tokens is None:
+        out_THE.copy_(rows)
+        if logsums_TH is not None:
+            logsums_TH.copy_(logsums)
+    else:
+        out_THE.index_copy_(0, tokens, rows)
+        if logsums_TH is not None:
+            logsums_TH.index_copy_(0, tokens, logsums)
+
+
+def _visible(queries: int, attended: int, window: int, device: torch.device) -> torch.Tensor | None:
+    """Returns the mask bool [n, a] of n queries that are the last of a tokens; None where every query sees all."""
+    if queries == 1 and (window == NO_WINDOW or attended <= window):
+        return None
+    at = torch.arange(attended - queries, attended, device=device)[:, None]
+    seen = torch.arange(attended, device=device)[None, :]
+    return seen <= at if window == NO_WINDOW else (seen <= at) & (seen > at - window)
+
+
+def _attend_unfused(self, call: AttentionCall, out_THE: torch.Tensor) -> None:
+    """Attends in one sequence after another."""
+    for index in range(len(self._queries) - 1):
+        tokens = slice(*self._queries[index : index + 2].tolist())
+        slots = self._indices[slice(*self._attended[index : index + 2].tolist())].long()
+        k, v = (one[0] for one in _gathered(call, slots, 1))
+        mixed = _attend_unfused(call.q_THD[tokens].transpose(0, 1), k, v, call)
+        out_THE[tokens] = mixed.transpose(0, 1)
+
+
+_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # the call that gives log-sum-exps
+
+
+def _blocks(queries: Int64s, attended: Int64s, indices: torch.Tensor) -> list[_Block]:
+    """Lays all sequences of a step in blocks, those of like sizes together.
+
+    Args:
+        queries: [S + 1] where each sequence's new tokens begin, and where the last one's end.
+        attended: [S + 1] the same for `indices`.
+        indices: [A] slots that the sequences attend to.
+    """
+    sizes, lengths = np.diff(queries), np.diff(attended).astype(np.int64)
+    order = np.lexsort((lengths, sizes))[::-1]
+    blocks, start = [], 0
+    while start < len(order):
+        n, a = int(sizes[order[start]]), 0
+        end, area = start, 0
+        while end < len(order):
+            size, length = int(sizes[order[end]]), int(lengths[order[end]])
+            a_with, count = max(a, length), end - start + 1
+            area += size * length
+            padded = count * n * a_with
+            if end > start and (padded > max(MIN_AREA, MAX_PADDING * area) or count * a_with > MAX_ATTENDED):
+                break
+            a, end = a_with, end + 1
+        chosen = np.sort(order[start:end])
+        blocks.append(_block(queries, attended, indices, chosen, n, a))
+        start = end
+    return blocks
+
+
+def _block(queries: Int64s, attended: Int64s, indices: torch.Tensor, chosen: Int64s, n: int, a: int) -> _Block:
+    sizes, lengths = queries[chosen + 1] - queries[chosen], attended[chosen + 1] - attended[chosen]
+    new = np.minimum(np.arange(n), sizes[:, None] - 1)  # [B, n]
+    at = np.minimum(np.arange(a), lengths[:, None] - 1)  # [B, a]
+    places = torch.from_numpy(new + (lengths - sizes)[:, None])
+    padded = bool((sizes < n).any())
+    whole = not padded and len(chosen) == len(queries) - 1
+    device = indices.device
+
+    def moved(array: Int64s) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return _Block(
+        shape=(len(chosen), n, a),
+        tokens=None if whole else moved((queries[chosen][:, None] + new).ravel()),
+        slots=indices.index_select(0, moved((attended[chosen][:, None] + at).ravel())).long(),
+        places=places.to(device),
+        unpadded=moved(np.flatnonzero(np.arange(n) < sizes[:, None])) if padded else None,
+        triangular=bool((sizes == n).all() and (lengths == n).all()),
+        masks={},
+    )
+
+
+def _gathered(call: AttentionCall, slots: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the keys [B, G, a, D] and values [B, G, a, E] of `count` sequences, whose slots are i64 [B a]."""
+    k, v = (
+        storage.flatten(1).index_select(0, slots).view(count, -1, *storage.shape[2:]).transpose(1, 2)
+        for storage in (call.keys, call.values)
+    )
+    return k, v
+
+
+def _attend_block(
+    call: AttentionCall, block: _Block, out_THE: torch.Tensor, logsums_TH: torch.Tensor | None = None
+) -> None:
+    """Attends in the sequences of a block, and writes the results of their tokens, and log-sum-exps where wanted."""
+    (count, n, _), heads = block.shape, call.q_THD.shape[1]
+    k, v = _gathered(call, block.slots, count)
+    q = call.q_THD if block.tokens is None else call.q_THD.index_select(0, block.tokens)
+    q = q.view(count, n, heads, -1).transpose(1, 2)
+    triangular = block.triangular and call.window == NO_WINDOW
+    mask = None if triangular else block.mask(call.window, q.dtype)
+    if logsums_TH is not None:
+        found, logsums = _flash(q, k, v, 0.0, triangular, attn_mask=mask, scale=call.scale)
+        logsums = logsums.transpose(1, 2).reshape(count * n, heads)
+    elif n == 1:  # the query heads of a key head, as if they were tokens
+        found = F.scaled_dot_product_attention(q.view(count, k.shape[1], -1, q.shape[3]), k, v, mask, scale=call.scale)
+    else:
+        grouped = heads != k.shape[1]
+        found = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=triangular, scale=call.scale, enable_gqa=grouped
+        )
+    rows = (
+        found.view(count, heads, n, -1).transpose(1, 2).reshape(count * n, heads, -1)
+        if n > 1
+        else found.reshape(count, heads, -1)
+    )
+    tokens = block.tokens
+    if block.unpadded is not None and tokens is not None:
+        tokens, rows = tokens[block.unpadded], rows[block.unpadded]
+        logsums = None if logsums_TH is None else logsums[block.unpadded]
+    if tokens is None:
+        out_THE.copy_(rows)
+        if logsums_TH is not None:
+            logsums_TH.copy_(logsums)
+    else:
+        out_THE.index_copy_(0, tokens, rows)
+        if logsums_TH is not None:
+            logsums_TH.index_copy_(0, tokens, logsums)
 
 
 def _visible(queries: int, attended: int, window: int, device: torch.device) -> torch.Tensor | None:
@@ -108,7 +375,7 @@ def _attend_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Atten
 
 
 def _attend_unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    """Attends in one sequence with soft-capped scores, or with sinks; shapes as in `_attend_fused`."""
+    """Attends in one sequence with soft-capped scores, or with sinks; q [H, n, D], k [G, a, D], v [G, a, E]."""
     group = q.shape[0] // k.shape[0]
     scores = (q @ k.repeat_interleave(group, 0).transpose(1, 2)).float() * call.scale
     if call.softcap != NO_SOFTCAP:

@@ -28,20 +28,23 @@ class Group(NamedTuple):
     last: int
 
 
-def with_cascade(batch: InputBatch, sequences: StepSequences, ratio: float) -> InputBatch:
+def with_cascade(
+    batch: InputBatch, sequences: StepSequences, ratio: float, min_context: int | None = None
+) -> InputBatch:
     """Plans a packed step in two levels.
 
     Args:
         batch: The packed step.
         sequences: Those that it packs.
         ratio: See `groups`.
+        min_context: See `groups`.
 
     Returns:
         The step with its `cascade`; as it is where no context is shared by enough tokens.
     """
     _, contexts, writes, _, _ = zip(*sequences, strict=True)
     lengths, pads, device = lengths_of(writes), batch.padding, batch.ids.device
-    found = groups(contexts, lengths, ratio)
+    found = groups(contexts, lengths, ratio, min_context)
     if not found:
         return batch
     ends = np.concatenate(([0], np.cumsum(lengths)))
@@ -67,18 +70,23 @@ def with_cascade(batch: InputBatch, sequences: StepSequences, ratio: float) -> I
     )
 
 
-def groups(contexts: Sequence[Int32s], lengths: Int32s, ratio: float) -> list[Group]:
+def groups(contexts: Sequence[Int32s], lengths: Int32s, ratio: float, min_context: int | None = None) -> list[Group]:
     """Returns neighbours that name the same context array, where two levels pay.
 
-    They pay from `ratio` tokens of context on for each new token; `lengths` [S] are the new tokens.
+    Args:
+        contexts: [S] of [C].
+        lengths: [S] new tokens of the sequences.
+        ratio: Tokens of context for each new token from which on they pay.
+        min_context: Tokens of a context from which on they pay; None: MIN_SHARED_CONTEXT.
     """
+    least = MIN_SHARED_CONTEXT if min_context is None else min_context
     found: list[Group] = []
     first = 0
     for at in range(1, len(contexts) + 1):
         if at < len(contexts) and contexts[at] is contexts[first]:
             continue
         shared, sequences = len(contexts[first]), at - first
-        enough = sequences > 1 and shared >= MIN_SHARED_CONTEXT
+        enough = sequences > 1 and shared >= least
         if enough and shared * sequences >= ratio * int(lengths[first:at].sum()):
             found.append(Group(first, at))
         first = at

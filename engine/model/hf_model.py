@@ -241,7 +241,7 @@ class HFModel:
         cascade_ratio = self._backend.cascade_ratio if kind is StepKind.SCORE and not whole else None
         batch = pack(kind, sequences, token_table, self.device, pad_to)
         if cascade_ratio is not None:
-            batch = with_cascade(batch, sequences, cascade_ratio)
+            batch = with_cascade(batch, sequences, cascade_ratio, self._backend.min_cascade_context)
         self.padded_tokens += batch.padding
         self._scoring = kind is StepKind.SCORE
         return batch
@@ -426,7 +426,7 @@ def _singles(graphs: DecodeGraphs, kind: StepKind, sequences: StepSequences) -> 
 
 def _attention_backend_for(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     if device.type != "cuda" or dtype == torch.float32:  # the paged kernels take halves only
-        return TorchAttention()
+        return TorchAttention(cascades=device.type == "cpu")
     from engine.attention.flashinfer_backend import FlashInferAttention
 
     return FlashInferAttention(device, dtype)

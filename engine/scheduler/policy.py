@@ -12,7 +12,7 @@ from engine.batch.input_batch import StepKind, StepSize
 from engine.config import EngineConfig
 from engine.scheduler.request_state import GenerationState, Phase, ScoringState
 
-# Shares of the time of the kinds that have work; a verify step counts as a decode step.
+# Shares of the time of generation and scoring: those of their kinds that have work. A verify step is a decode step.
 WEIGHTS = {StepKind.DECODE: 2.0, StepKind.PREFILL: 1.0, StepKind.SCORE: 1.0}
 MAX_GRAPHED_STEPS = 4  # graphed steps that together take about as long as one large step of their tokens
 DRAFT_PERIOD = 128  # decode steps; the first ones try both ways
@@ -31,14 +31,14 @@ MIN_SPREAD = 0.05  # of the mean size: steps that are all alike do not tell the 
 
 
 class StepPolicy:
-    """Decides by weighted fair time among kinds, by measured step times, and by the measured gain of drafting."""
+    """Decides by weighted fair time of generation and scoring, by measured step times and the gain of drafting."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.largest_graphed: StepSize | None = None  # largest prefill step that is a CUDA graph; None: none is
         self._times = StepTimeModel(config, device)
         self._decode_gap_s = config.decode_gap_s
         self._adaptive_drafts = config.speculation.adaptive
-        self._spent = dict.fromkeys(WEIGHTS, 0.0)  # weighted seconds by kind
+        self._spent = {True: 0.0, False: 0.0}  # weighted seconds of scoring and of generation
         self._had_work: set[StepKind] = set()
         self._last_decode = 0.0
         self._decode_steps = 0
@@ -49,31 +49,34 @@ class StepPolicy:
     def order(self, kinds_with_work: Iterable[StepKind], now: float) -> list[StepKind]:
         """Returns the kinds that have work, the one that is due first.
 
-        The kind with the least weighted time is due, but decode steps come first once the running rows have waited for
-        `decode_gap_s`.
+        Generation and scoring share the time by weight. Prefill steps come before decode steps, so that the batch is
+        full before it decodes: a decode step takes about as long for few rows as for many. Once the running rows have
+        waited for `decode_gap_s` a decode step comes before everything.
         """
         work = set(kinds_with_work)
-        kinds = [kind for kind in WEIGHTS if kind in work]
-        known = [self._spent[kind] for kind in kinds if kind in self._had_work]
-        for kind in kinds:
-            if kind not in self._had_work:  # an idle kind re-enters level with the others
-                self._spent[kind] = max(self._spent[kind], min(known, default=max(self._spent.values())))
-                if kind is StepKind.DECODE:
-                    self._last_decode = now
+        if StepKind.DECODE in work - self._had_work:
+            self._last_decode = now
+        for scores in (True, False):
+            if self._weight(work, scores) and not self._weight(self._had_work, scores):
+                self._spent[scores] = max(self._spent.values())  # what was idle does not make up for it
         self._had_work = work
-        kinds.sort(key=lambda kind: self._spent[kind])
-        if StepKind.DECODE in kinds and now - self._last_decode >= self._decode_gap_s:
-            kinds.sort(key=lambda kind: kind is not StepKind.DECODE)
-        return kinds
+        if now - self._last_decode >= self._decode_gap_s:
+            return sorted(work, key=lambda kind: (kind is not StepKind.DECODE, self._spent[_scores(kind)], kind))
+        return sorted(work, key=lambda kind: (self._spent[_scores(kind)], kind is not StepKind.PREFILL, kind))
+
+    @staticmethod
+    def _weight(kinds: Iterable[StepKind], scores: bool) -> float:
+        """Returns the weight of scoring, or of generation, where these kinds have work; 0 without any."""
+        return sum(WEIGHTS[kind] for kind in kinds if _scores(kind) == scores)
 
     def decode_planned(self, now: float) -> None:
         """Notes that the step planned at `now` decodes the running rows."""
         self._last_decode = now
 
     def step_ended(self, kind: StepKind, tokens: int, seconds: float) -> None:
-        """Charges a step that has ended to its kind, and learns its time."""
+        """Charges a step that has ended to generation or scoring, and learns its time."""
         turn = StepKind.DECODE if kind is StepKind.VERIFY else kind
-        self._spent[turn] += seconds / WEIGHTS[turn]
+        self._spent[_scores(turn)] += seconds / self._weight(self._had_work | {turn}, _scores(turn))
         if turn is StepKind.DECODE:
             self._last_decode += seconds  # its rows wait from its end: else slow decoding would always be due
         self._times.add(kind, tokens, seconds)
@@ -231,6 +234,10 @@ class StepTimeFit:
         fixed, each = self._parts()
         expected = fixed + each * tokens
         return int(seconds > OUTLIER_FACTOR * expected) - int(seconds < expected / OUTLIER_FACTOR)
+
+
+def _scores(kind: StepKind) -> bool:
+    return kind is StepKind.SCORE
 
 
 def _prompt_size(state: GenerationState) -> StepSize:

@@ -18,10 +18,11 @@ import numpy.typing as npt
 import torch
 
 from engine.batch.input_batch import DecodeSequences, ScheduledSequence
-from engine.channels import ResultQueue
+from engine.channels import ResultSink
 from engine.kv_cache.manager import NO_SLOTS, TreeNode
 from engine.model.lm_head import RowLogprobs
 from engine.requests import (
+    ABSENT,
     EngineRequest,
     Float32s,
     GenerateRequest,
@@ -34,6 +35,7 @@ from engine.requests import (
     RowStatus,
     ScoreRequest,
     ScoreResult,
+    StepTokens,
     UInt8s,
 )
 from gpu_sampler.output import SampleOutput, VerifyOutput
@@ -58,7 +60,7 @@ class Phase(Enum):
 class Submission(TypedDict):
     """Holds what the engine adds to a request when it takes it."""
 
-    results: ResultQueue
+    results: ResultSink
     arrival: int
     submitted: float
     deadline: float
@@ -71,7 +73,7 @@ class RequestState:
     """Holds what every request has: its place among the others, and its account of tokens."""
 
     request: EngineRequest
-    results: ResultQueue
+    results: ResultSink
     arrival: int  # number of the request, ascending
     submitted: float  # on the engine's clock, seconds
     deadline: float  # on the engine's clock, seconds; inf without one
@@ -416,6 +418,66 @@ def columns_of(out: SampleOutput | VerifyOutput) -> tuple[Any, Any, Any, Any, An
     return out.logprobs, out.ranks, out.top_ids, out.top_logprobs, out.chosen_logprobs
 
 
+class StreamTable:
+    """Knows the streams whose every token is a chunk, by request slot: all that chunks say beside the token.
+
+    Shapes: S request slots, R rows of a step.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.is_open = np.zeros(slots, np.bool_)  # [S]
+        self._sinks: dict[int, ResultSink] = {}
+        self._branches = np.zeros(slots, np.int32)
+        self._cached = np.zeros(slots, np.int32)
+        self._started = np.zeros(slots, np.float64)  # on the engine's clock, seconds
+        self._seconds = np.zeros((slots, 3), np.float64)  # queue, nothing, prefill
+        self._scored = np.zeros(slots, np.bool_)
+        self._widths = np.full((slots, 2), ABSENT, np.int32)
+
+    def open(self, sequence: SequenceState) -> None:
+        """Adds a sequence that has its first token. From here on nothing of this changes but the time."""
+        state, slot = sequence.parent, sequence.slot
+        params = state.request.params
+        self._sinks[slot] = state.results
+        self._branches[slot], self._cached[slot] = sequence.branch, state.cached
+        self._started[slot] = state.started or 0.0
+        self._seconds[slot] = state.queue_s(0.0), 0.0, state.prefill_s()
+        self._scored[slot] = state.wants_logprobs
+        chosen = params.logprob_token_ids
+        self._widths[slot] = (
+            ABSENT if params.logprobs is None else params.logprobs,
+            ABSENT if chosen is None else len(chosen),
+        )
+        self.is_open[slot] = True
+
+    def close(self, slot: int) -> None:
+        """Takes a slot's stream out, if there is one."""
+        self.is_open[slot] = False
+        self._sinks.pop(slot, None)
+
+    def tokens(self, slots: Int64s, out: SampleOutput, rows: Int64s, now: float) -> tuple[list[ResultSink], StepTokens]:
+        """Returns the sinks of open streams, and their tokens.
+
+        Args:
+            slots: i64 [R], the request slots of the streams.
+            out: the output of the step, which the result does not share.
+            rows: i64 [R], the row of `out` of each stream.
+            now: the engine's time, seconds.
+        """
+        seconds = self._seconds[slots]
+        seconds[:, 1] = now - self._started[slots]
+        columns = (None if column is None else column[rows] for column in columns_of(out))
+        return [self._sinks[slot] for slot in slots.tolist()], StepTokens(
+            self._branches[slots],
+            out.tokens[rows],
+            self._cached[slots],
+            seconds,
+            self._scored[slots],
+            self._widths[slots],
+            *columns,
+        )
+
+
 class RequestTable:
     """Maps request slots to running sequences.
 
@@ -449,6 +511,7 @@ class RequestTable:
         self.open = np.zeros(size, np.bool_)  # sequences that have not ended
         self.due = np.zeros(size, np.int64)  # tokens with which the next chunk is due; 0: each token is looked at
         self.buffers_logprobs = np.zeros(size, np.bool_)  # sequences whose log-probabilities wait for a chunk
+        self.streams = StreamTable(size)
         self.logprobs = LogprobBuffer(size)
         # First positions that the draft model has computed.
         self.seen = np.zeros(size, np.int64) if draft_model else None
@@ -483,6 +546,7 @@ class RequestTable:
         self.capacity[slot] = 0
         self.limit[slot] = limit
         self.open[slot], self.due[slot] = True, 0
+        self.streams.close(slot)
         self.buffers_logprobs[slot] = sequence.parent.wants_logprobs and sequence.parent.stream_interval > 1
         self._stops[slot, list(sequence.parent.request.params.stop_token_ids)] = True
         sequence.slot = slot
@@ -506,6 +570,7 @@ class RequestTable:
         slot = sequence.slot
         self._stops[slot, list(sequence.parent.request.params.stop_token_ids)] = False
         self.sequences[slot] = None
+        self.streams.close(slot)
         self.logprobs.take(slot)
         self._free.append(slot)
         sequence.slot = 0
@@ -515,6 +580,13 @@ class RequestTable:
         start = int(self.capacity[slot])
         self.slots[slot, start : start + len(more)] = more
         self.capacity[slot] = start + len(more)
+
+    def add_slots_of_rows(self, slots: Int64s, counts: Int64s, more: Int32s) -> None:
+        """Appends pool slots to those of several sequences: the first counts[0] of `more` to the first, and so on."""
+        starts = self.capacity[slots]
+        at = np.arange(len(more)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        self.slots[np.repeat(slots, counts), at] = more
+        self.capacity[slots] = starts + counts
 
     def is_stop(self, slots: Int64s, tokens: Int32s) -> npt.NDArray[np.bool_]:
         """Tells whether each token ends its sequence: bool, in the broadcast shape of both arguments.

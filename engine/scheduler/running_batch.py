@@ -172,8 +172,7 @@ class RunningBatch:
             counts = np.maximum(missing, np.minimum(block, room))
             taken = self._kv_cache.allocate(int(counts.sum()))
             if taken is not None:
-                for slot, more in zip(short.tolist(), np.split(taken, np.cumsum(counts)[:-1]), strict=True):
-                    table.add_slots(slot, more)
+                table.add_slots_of_rows(short, counts, taken)
                 return True
         return False
 

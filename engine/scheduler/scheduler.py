@@ -80,7 +80,10 @@ class Step:
 
     def begin(self) -> None:
         """Sets the start of the requests for which nothing was computed before."""
-        for state in self.requests():
+        for row in self.prefilled or self.sampled:
+            if row.parent.started is None:
+                row.parent.started = self.launched
+        for state, _ in self.parts:
             if state.started is None:
                 state.started = self.launched
 

@@ -10,6 +10,7 @@ from engine.attention import torch_backend
 from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, forward_context
 from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import ScheduledSequence, StepKind, pack
+from engine.batch.shared_prefix import with_cascade
 from engine.kv_cache.storage import KVStorage, LayerShape
 
 HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, SLOTS = 6, 2, 5, 3, 97
@@ -71,12 +72,19 @@ class _Case:
 SHAPES = {"mixed": ((1, 7, 3), (11, 4, 0)), "decode": ((1, 1, 1), (13, 0, 6))}
 
 
+def _block_sizes(case: _Case) -> list[int]:
+    """The sequences of each block of a step."""
+    batch = case.batch
+    queries, attended = (one.numpy().astype(np.int64) for one in (batch.qo_indptr, batch.kv_indptr))
+    return [block.shape[0] for block in torch_backend._blocks(queries, attended, batch.kv_indices)]
+
+
 def test_one_long_row_among_short_ones_is_attended_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     case = _Case((1, 1, 1, 1), (60, 0, 0, 0))
     together = case.op(0.3, NO_WINDOW, NO_SOFTCAP, None)
-    assert torch_backend._slot_table(case.batch) is not None
-    monkeypatch.setattr(torch_backend, "MIN_TABLE", 0)
-    assert torch_backend._slot_table(case.batch) is None
+    assert _block_sizes(case) == [4]
+    monkeypatch.setattr(torch_backend, "MIN_AREA", 0)
+    assert _block_sizes(case) == [1, 3]
     assert torch.allclose(case.op(0.3, NO_WINDOW, NO_SOFTCAP, None), together, atol=1e-6)
 
 
@@ -119,3 +127,53 @@ def test_the_step_of_before_stands_again_after_an_inner_step() -> None:
         keys, values = case.pool.keys[0], case.pool.values[0]
         out = torch.ops.assay.attend(case.q, case.k, case.v, keys, values, 1.0, NO_WINDOW, NO_SOFTCAP, None)
     assert out.shape[1] == 2
+
+
+def _shared_context_outputs(own: tuple[int, ...], *, cascade: bool, window: int = NO_WINDOW) -> torch.Tensor:
+    """What items of these lengths behind one context of 70 tokens, and a sequence beside them, get: [T, H, D]."""
+    rng = torch.Generator().manual_seed(5)
+    dim, count = 8, 70 + sum(own) + 9
+    pool = KVStorage([LayerShape(KV_HEADS, dim, dim)], count + 1, torch.float32, CPU, fill=float("nan"))
+    slots = np.random.default_rng(1).permutation(np.arange(1, count + 1)).astype(np.int32)
+    context, *writes = np.split(slots, np.cumsum([70, *own]))
+    sequences = [ScheduledSequence(0, context[:0], context, np.zeros(70, np.int32), context[:0])]
+    sequences += [ScheduledSequence(0, context, write, np.zeros(len(write), np.int32), context[:0]) for write in writes]
+    batch = pack(StepKind.SCORE, sequences, torch.zeros((1, 1), dtype=torch.int32), CPU)
+    backend = TorchAttention(cascades=True)
+    if cascade:
+        batch = with_cascade(batch, sequences, 0.0, backend.min_cascade_context)
+        assert batch.cascade is not None
+    q, k, v = (torch.randn((1, heads, batch.num_tokens, dim), generator=rng) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    with forward_context(backend.plan(batch)):
+        out: torch.Tensor = torch.ops.assay.attend(q, k, v, pool.keys[0], pool.values[0], 0.3, window, NO_SOFTCAP, None)
+    return out[0]
+
+
+@pytest.mark.parametrize("own", [(5,) * 4, (1, 30, 2, 2, 17), (1,) * 6])
+def test_two_levels_give_what_one_level_gives(own: tuple[int, ...]) -> None:
+    torch.testing.assert_close(
+        _shared_context_outputs(own, cascade=True), _shared_context_outputs(own, cascade=False), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_windowed_layer_attends_in_one_level() -> None:
+    own = (3, 5, 4)
+    found = [_shared_context_outputs(own, cascade=cascade, window=20) for cascade in (True, False)]
+    assert torch.equal(*found)
+    assert not torch.allclose(found[0], _shared_context_outputs(own, cascade=True), atol=1e-3)
+
+
+def test_blocks_hold_every_token_once_however_different_the_sizes_are() -> None:
+    sizes = np.random.default_rng(2).integers(1, 300, 40)
+    contexts = np.random.default_rng(3).integers(0, 900, 40)
+    queries, attended = (np.concatenate(([0], np.cumsum(each))) for each in (sizes, sizes + contexts))
+    blocks = torch_backend._blocks(queries, attended, torch.arange(int(attended[-1])))
+    found = []
+    for block in blocks:
+        tokens = torch.arange(int(queries[-1])) if block.tokens is None else block.tokens
+        found += (tokens if block.unpadded is None else tokens[block.unpadded]).tolist()
+        count, n, a = block.shape
+        real = int((block.places.diff(dim=1) > 0).sum()) + count
+        assert count == 1 or count * n * a <= max(torch_backend.MIN_AREA, 4 * real * a)
+    assert sorted(found) == list(range(int(queries[-1])))
+    assert 1 < len(blocks) < 40

@@ -32,9 +32,29 @@ def shares(
     return {kind: spent[kind] / now for kind in kinds}
 
 
-def test_time_is_shared_by_weight_however_long_the_steps_of_a_kind_are() -> None:
-    found = shares(policy_of(NEVER), [SCORE, PREFILL, DECODE], {DECODE: 0.003, PREFILL: 0.017, SCORE: 0.111}, 60.0)
-    assert found == pytest.approx({DECODE: 0.5, PREFILL: 0.25, SCORE: 0.25}, abs=0.01)
+@pytest.mark.parametrize(("generation", "share"), [([PREFILL, DECODE], 0.25), ([DECODE], 1 / 3), ([PREFILL], 0.5)])
+def test_scoring_and_generation_share_the_time_by_weight_however_long_their_steps_are(
+    generation: list[StepKind], share: float
+) -> None:
+    found = shares(policy_of(NEVER), [SCORE, *generation], {DECODE: 0.003, PREFILL: 0.017, SCORE: 0.111}, 60.0)
+    assert found[SCORE] == pytest.approx(share, abs=0.01)
+
+
+def test_prefill_fills_the_batch_before_it_decodes_but_rows_wait_for_the_gap_and_one_step_at_most() -> None:
+    policy, now, last, waits, prefilled = policy_of(0.04), 0.0, 0.0, list[float](), 0
+    while now < 2.0:
+        kind = policy.order([DECODE, PREFILL], now)[0]
+        seconds = 0.003 if kind is DECODE else 0.011
+        if kind is DECODE:
+            policy.decode_planned(now)
+            waits.append(now - last)
+            last = now + seconds
+        prefilled += kind is PREFILL
+        policy.step_ended(kind, 1, seconds)
+        now += seconds
+    assert policy.order([DECODE, PREFILL], last + 0.039) == [PREFILL, DECODE]
+    assert 0.04 <= min(waits) <= max(waits) <= 0.04 + 0.011
+    assert prefilled == pytest.approx(4 * len(waits), abs=4)
 
 
 def test_what_was_idle_does_not_make_up_for_it() -> None:
@@ -58,9 +78,9 @@ def test_running_rows_come_first_once_the_gap_has_passed_since_their_last_step_e
 
 def test_a_verify_step_is_a_turn_of_the_running_rows() -> None:
     policy = policy_of(NEVER)
-    assert policy.order([DECODE, PREFILL], 0.0) == [DECODE, PREFILL]
+    assert policy.order([DECODE, SCORE], 0.0) == [DECODE, SCORE]
     policy.step_ended(StepKind.VERIFY, 1, 0.1)
-    assert policy.order([DECODE, PREFILL], 0.1) == [PREFILL, DECODE]
+    assert policy.order([DECODE, SCORE], 0.1) == [SCORE, DECODE]
 
 
 def test_kinds_without_work_have_no_turn() -> None:

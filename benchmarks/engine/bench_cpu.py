@@ -1,0 +1,221 @@
+"""Compares the engine on a CPU with the library that it stands on, side by side on the same model, cores and threads.
+
+    python -m benchmarks.engine.bench_cpu --out benchmarks/results
+
+Decoding: 16 greedy streams, against transformers' `generate` with a batch of the same 16 prompts. Scoring: 256 items
+behind one prefix, against a loop that computes the prefix once with the library's cache and the items in batches of
+`--batch`, all of one length, so that the library pads nothing. Both run in turn, in rounds after a first one that does
+not count; each round has prompts of its own. A row gives the medians, and the median ratio of a round.
+"""
+
+import argparse
+import asyncio
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.support.report import Row, publish
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.model.checkpoint import BUILTIN
+from engine.model.hf_model import HFModel
+from engine.requests import GenerateRequest, Int32s, ScoreRequest
+from gpu_sampler.sampling_params import SamplingParams
+
+STREAMS, PROMPT, NEW = 16, 64, 96  # sequences, and tokens of each
+PREFIX, ITEMS, ITEM = 256, 256, 32  # tokens of the prefix, items, tokens of an item
+LABELS = (11, 12)
+SMALL = Qwen3Config(  # 0.13B parameters
+    vocab_size=32_000,
+    hidden_size=768,
+    intermediate_size=3072,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    num_key_value_heads=4,
+    head_dim=64,
+    max_position_embeddings=2048,
+    tie_word_embeddings=True,
+    eos_token_id=None,
+)
+
+
+class Work(NamedTuple):
+    """Holds the prompts of one round."""
+
+    prompts: Int32s  # [STREAMS, PROMPT]
+    prefix: Int32s  # [PREFIX]
+    items: Int32s  # [ITEMS, ITEM]
+
+
+class Library:
+    """Runs transformers alone."""
+
+    def __init__(self, module: Any, batch: int) -> None:
+        self._module = module
+        self._batch = batch
+
+    @torch.no_grad()
+    def decode(self, work: Work) -> Int32s:
+        """Returns the new tokens, [STREAMS, NEW]."""
+        ids = torch.from_numpy(work.prompts).long()
+        options = {"do_sample": False, "min_new_tokens": NEW, "max_new_tokens": NEW, "pad_token_id": 0}
+        out = self._module.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **options)
+        found: Int32s = out[:, PROMPT:].numpy().astype(np.int32)
+        return found
+
+    @torch.no_grad()
+    def score(self, work: Work) -> torch.Tensor:
+        """Returns the log-probabilities of the labels, [ITEMS, L]."""
+        prefix = self._module(torch.from_numpy(work.prefix).long()[None], logits_to_keep=1, use_cache=True)
+        found = []
+        for items in torch.from_numpy(work.items).long().split(self._batch):
+            cache: DynamicCache = copy.deepcopy(prefix.past_key_values)
+            cache.batch_repeat_interleave(len(items))
+            logits = self._module(items, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            found.append(logits[:, list(LABELS)].float().log_softmax(-1))
+        return torch.cat(found)
+
+
+class Ours:
+    """Runs the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._number = 0
+
+    def decode(self, work: Work) -> Int32s:
+        """Returns the new tokens, [STREAMS, NEW]."""
+        params = SamplingParams(temperature=0.0, max_tokens=NEW)
+        requests = [
+            GenerateRequest(request_id=self._name(), prompt=prompt, params=params, seed=0) for prompt in work.prompts
+        ]
+
+        async def run() -> Int32s:
+            return np.stack(
+                [chunks[0].tokens for chunks in await asyncio.gather(*map(self._engine.complete, requests))]
+            )
+
+        return asyncio.run(run())
+
+    def score(self, work: Work) -> torch.Tensor:
+        """Returns the log-probabilities of the labels, [ITEMS, L]."""
+        request = ScoreRequest(
+            request_id=self._name(),
+            prefix=work.prefix,
+            ids=work.items.ravel(),
+            starts=np.arange(0, (ITEMS + 1) * ITEM, ITEM, dtype=np.int32),
+            labels=np.array(LABELS, np.int32),
+            full=False,
+        )
+        return torch.from_numpy(asyncio.run(self._engine.score(request)).label_logprobs)
+
+    def _name(self) -> str:
+        self._number += 1
+        return str(self._number)
+
+
+def builtin() -> Any:
+    """Returns the built-in model in float32."""
+    return AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32)
+
+
+def small() -> Any:
+    """Returns the 0.1B shape with random weights."""
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(SMALL).float()
+
+
+MODELS: dict[str, Callable[[], Any]] = {"builtin": builtin, "0.1B": small}
+
+
+@contextmanager
+def sides(module: Any, batch: int) -> Iterator[tuple[Ours, Library]]:
+    """Starts an engine on a copy of the model."""
+    config = EngineConfig(kv_slots=1 << 15)
+    engine = Engine(HFModel(copy.deepcopy(module).eval(), config), config)
+    engine.start()
+    try:
+        yield Ours(engine), Library(module.eval(), batch)
+    finally:
+        engine.stop()
+
+
+def work_of(round_: int, vocab: int) -> Work:
+    """Returns the prompts of a round, which no other round begins like."""
+    draw = np.random.default_rng(round_)
+
+    def ids(*shape: int) -> Int32s:
+        return draw.integers(10, vocab, shape, dtype=np.int32)
+
+    return Work(ids(STREAMS, PROMPT), ids(PREFIX), ids(ITEMS, ITEM))
+
+
+def measured(name: str, module: Any, rounds: int, batch: int) -> list[Row]:
+    """Measures both kinds of work on one model."""
+    times: dict[str, list[tuple[float, float]]] = {"decode": [], "score": []}
+    with sides(module, batch) as (ours, library):
+        for round_ in range(rounds + 1):
+            work = work_of(round_, module.config.vocab_size)
+            for kind, found in times.items():
+                seconds, answers = [], []
+                for side in (ours, library):
+                    start = time.perf_counter()
+                    answers.append(getattr(side, kind)(work))
+                    seconds.append(time.perf_counter() - start)
+                _check(kind, *answers)
+                if round_:
+                    found.append((seconds[0], seconds[1]))
+    return [_row(name, kind, found) for kind, found in times.items()]
+
+
+def _check(kind: str, ours: Any, library: Any) -> None:
+    """Raises ValueError unless both sides computed the same, but for roundings that turn a stream."""
+    if kind == "score":
+        same = torch.allclose(ours, library, atol=2e-3)
+    else:
+        same = float((ours == library).all(axis=1).mean()) > 0.5
+    if not same:
+        raise ValueError(f"The answers of both sides must agree. Given: a difference of {kind}.")
+
+
+def _row(name: str, kind: str, found: list[tuple[float, float]]) -> Row:
+    count, unit = (STREAMS * NEW, "tokens") if kind == "decode" else (ITEMS, "items")
+    case = f"{STREAMS} streams" if kind == "decode" else f"{ITEMS} items behind a prefix"
+    ratios = sorted(library / ours for ours, library in found)
+    ours, library = (count / statistics.median(column) for column in zip(*found, strict=True))
+    return {
+        "case": f"{name}, {case}",
+        f"engine_{unit}_s": ours,
+        f"library_{unit}_s": library,
+        "ratio": statistics.median(ratios),
+        "lowest": ratios[0],
+        "highest": ratios[-1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="beside a first; medians are given")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of both sides")
+    parser.add_argument("--batch", type=int, default=32, help="items of a batch of the library's loop")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    rows = [
+        row for name in given.models.split(",") for row in measured(name, MODELS[name](), given.rounds, given.batch)
+    ]
+    notes = f"float32, {given.threads} threads, median of {given.rounds} rounds; the library's batches of {given.batch}"
+    publish("cpu", rows, given.out, notes=notes)
+
+
+if __name__ == "__main__":
+    main()
