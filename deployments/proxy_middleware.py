@@ -15,6 +15,8 @@ import re
 import secrets
 from collections.abc import Iterable
 
+from ray import serve
+from ray.serve.exceptions import RayServeException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,6 +34,7 @@ DROPPED = frozenset(
     name.lower().replace("-", "_").encode("utf-8")
     for name in ("serve_multiplexed_model_id", _SESSION, "x-request-disconnect-disabled")
 )
+UNWATCHED = (b"x-request-disconnect-disabled", b"?1")  # spares a request two tasks of Serve's
 DECODED = frozenset((b"x-request-timeout-seconds", b"traceparent", b"tracestate"))  # kept, if Serve can read them
 
 Headers = list[tuple[bytes, bytes]]
@@ -45,14 +48,25 @@ def new_id(prefix: str) -> str:
 def middlewares() -> list[Middleware]:
     """Returns what Serve puts in front of its HTTP servers, and bounds what bodies leave behind in their processes."""
     give_back_memory()
-    return [Middleware(ProxyMiddleware)]
+    return [Middleware(ProxyMiddleware, watched=not _in_ingress())]
+
+
+def _in_ingress() -> bool:
+    """Tells whether this process runs the application, as in fast mode. The application watches its clients itself."""
+    try:
+        serve.get_replica_context()
+    except RayServeException:
+        return False
+    return True
 
 
 class ProxyMiddleware:
     """Takes headers off a request that Serve must not read, and gives it the id that answer, body and logs show."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, watched: bool = True) -> None:
+        """`watched`: Serve is to watch for clients that leave."""
         self._app = app
+        self._added = [] if watched else [UNWATCHED]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -60,7 +74,7 @@ class ProxyMiddleware:
             return
         request_id = new_id("req-")
         headers, client_id = readable(scope["headers"])
-        headers.append((REQUEST_ID, request_id.encode("ascii")))  # Serve logs it, and answers with it
+        headers += (REQUEST_ID, request_id.encode("ascii")), *self._added  # Serve logs the id, and answers with it
 
         async def send_with_client_id(message: Message) -> None:
             if message["type"] == "http.response.start" and client_id is not None:
