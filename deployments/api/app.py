@@ -15,8 +15,8 @@ from deployments.api.endpoints.decisions import decisions
 from deployments.api.endpoints.generative_scoring import generative_scoring
 from deployments.api.endpoints.rerank import rerank
 from deployments.api.endpoints.score import scoring
-from deployments.api.handler import Answer, Endpoint, RequestHandler, answer_of, route_of
-from deployments.api.middleware import RequestMiddleware
+from deployments.api.handler import Endpoint, RequestHandler, answer_of, route_of
+from deployments.api.middleware import Answer, RequestMiddleware
 from deployments.api.openapi import (
     MODEL_READ,
     POSTED,
@@ -79,6 +79,7 @@ def build_api(
     observer, access = observer or IngressMetrics(), access or Authenticator()
     handler = RequestHandler(MeteredBackend(backend, access.rate_limiter), tokenizer, settings, observer, access)
     app = Application(title="Assay", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.handler = handler
     routes = Routes(app, handler)
     app.requests = RequestMiddleware(
         app.by_route,
@@ -89,6 +90,17 @@ def build_api(
         access=access,
         check_open=backend.check_open,
     )
+    # Serve looks for a request's route in this order.
+    routes.post("/generative_scoring", generative_scoring, ScoringRequest, ScoringResponse)
+    routes.post("/classify", classify, ClassifyRequest, ClassifyResponse)
+    routes.post("/v1/classify", classify, ClassifyRequest, ClassifyResponse)
+    routes.post("/rerank", rerank, RerankRequest, RerankAnswer, RerankErrorBody)
+    routes.post("/v1/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
+    routes.post("/v2/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
+    routes.post("/v1/score", scoring, ScoreBody, ScoreResponse)
+    routes.post("/v1/decisions", decisions, DecisionRequest, DecisionResponse)
+    routes.post("/v1/completions", completions, CompletionRequest, CompletionResponse, event=CompletionResponse)
+    routes.post("/v1/chat/completions", chat_completions, ChatRequest, ChatResponse, event=ChatEvent)
     routes.get("/healthz", info.healthz, Alive, PROBED)
     routes.get("/readyz", info.readyz, Readiness, PROBED, also=not_ready(Readiness))
     routes.get("/health", info.readyz, Readiness, PROBED, also=not_ready(Readiness))
@@ -100,16 +112,6 @@ def build_api(
     routes.get("/tokenizer_info", tokenize.tokenizer_info, TokenizerInfoResponse)
     routes.post("/tokenize", tokenize.tokenize, TokenizeRequest, TokenizeResponse)
     routes.post("/detokenize", tokenize.detokenize, DetokenizeRequest, DetokenizeResponse)
-    routes.post("/generative_scoring", generative_scoring, ScoringRequest, ScoringResponse)
-    routes.post("/classify", classify, ClassifyRequest, ClassifyResponse)
-    routes.post("/v1/classify", classify, ClassifyRequest, ClassifyResponse)
-    routes.post("/rerank", rerank, RerankRequest, RerankAnswer, RerankErrorBody)
-    routes.post("/v1/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
-    routes.post("/v2/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
-    routes.post("/v1/score", scoring, ScoreBody, ScoreResponse)
-    routes.post("/v1/decisions", decisions, DecisionRequest, DecisionResponse)
-    routes.post("/v1/completions", completions, CompletionRequest, CompletionResponse, event=CompletionResponse)
-    routes.post("/v1/chat/completions", chat_completions, ChatRequest, ChatResponse, event=ChatEvent)
     return app
 
 
@@ -121,6 +123,7 @@ class Application(FastAPI):
     """
 
     requests: ASGIApp
+    handler: RequestHandler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):

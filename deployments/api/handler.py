@@ -27,6 +27,7 @@ from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError, as_api_error, from_validation, unsupported
 from deployments.observability.ingress_metrics import IngressMetrics, Stage, StageTimer
 from deployments.protocol import Backend, ModelCard
+from deployments.time_limit import TimeLimit
 from engine.model.heads.info import HeadInfo
 from engine.requests import EngineError
 from engine.tokenizer.tokenizer import Tokenizer
@@ -119,7 +120,7 @@ class RequestHandler:
         deadline = self.deadline(context, limit_s)
         if size <= OFF_LOOP_BYTES:
             return call(*args, **kwargs)
-        async with deadline:
+        with deadline:
             return await self.in_thread(call, *args, **kwargs)
 
     async def in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -243,18 +244,20 @@ def route_of(answer: Answer, name: str) -> Callable[[Request], Coroutine[Any, An
 class Deadline:
     """Cancels a block when its time is over, and raises ApiError (408)."""
 
+    __slots__ = ("_limit", "_limit_s")
+
     def __init__(self, left_s: float, limit_s: float) -> None:
-        self._timeout = asyncio.timeout(left_s)
+        self._limit = TimeLimit(left_s)
         self._limit_s = limit_s
 
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
+    def __enter__(self) -> None:
+        self._limit.__enter__()
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            await self._timeout.__aexit__(kind, error, trace)
+            self._limit.__exit__(kind, error, trace)
         except TimeoutError:
             raise deadline_exceeded(self._limit_s) from None
         if kind is not None and issubclass(kind, TimeoutError):

@@ -28,6 +28,7 @@ from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError, Code
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.proxy_middleware import SCOPE_ID
+from deployments.time_limit import TimeLimit
 
 log = logging.getLogger("assay.http")
 Answer = Callable[[RequestContext, Receive], Awaitable[Response]]
@@ -238,7 +239,7 @@ class RequestMiddleware:
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(context.timeout_s(limit)):
+            with TimeLimit(context.timeout_s(limit)):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import to_json
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from deployments.api.client_watch import ClientWatch
 from deployments.api.middleware import internal_error
@@ -26,9 +26,14 @@ KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 
 
+def json_bytes(body: object) -> bytes:
+    """Returns JSON. NaN and infinity become null."""
+    return to_json(body, inf_nan_mode="null")
+
+
 def event(body: object) -> bytes:
-    """Returns one event as bytes. NaN and infinity become null."""
-    return b"data: " + to_json(body, inf_nan_mode="null") + b"\n\n"
+    """Returns one event as bytes."""
+    return b"data: " + json_bytes(body) + b"\n\n"
 
 
 class _Buffer:

@@ -81,9 +81,8 @@ async def chat_ids(
         )
         return encode_parts(handler.tokenizer, parts, add_special_tokens=bool(body.add_special_tokens))
 
-    async with handler.deadline(context, handler.settings.deadlines.generation_s):
-        with handler.stage("tokenize"):
-            ids = await handler.in_thread(encode)
+    with handler.deadline(context, handler.settings.deadlines.generation_s), handler.stage("tokenize"):
+        ids = await handler.in_thread(encode)
     if not ids:
         raise invalid("messages", "such that the chat template writes something", "messages without text")
     return ids
