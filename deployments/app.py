@@ -14,6 +14,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
+from ray.util import get_node_ip_address
 
 from deployments.api.app import build_api
 from deployments.auth.authenticator import Authenticator, refuse_open
@@ -55,7 +56,7 @@ class Replica(ReplicaServer):
 
     async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc]  # Serve awaits constructors
         context = serve.get_replica_context()
-        super().__init__(args, context.replica_id.unique_id, context.deployment)
+        super().__init__(args, context.replica_id.unique_id, context.deployment, get_node_ip_address())
         await self.start()
 
     async def __del__(self) -> None:
@@ -91,7 +92,7 @@ class Ingress:
         quarantine = Quarantine()
         transport: ReplicaTransport = HandleTransport(replica)
         links: tuple[LinkTransport, ...] = ()
-        if args.router.link == "auto":
+        if args.router.link != "off":
             links = (LinkTransport(transport, broadcast_of(replica), loads, self._metrics),)
             transport = links[0]
         self._backend = Dispatcher(transport, args, self._health, self._metrics, scrape, loads, quarantine)

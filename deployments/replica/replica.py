@@ -60,8 +60,10 @@ class ReplicaServer:
     to Serve's router in the calling process.
     """
 
-    def __init__(self, args: AppArgs, replica: str, deployment: str = "Replica") -> None:
+    def __init__(self, args: AppArgs, replica: str, deployment: str = "Replica", host: str = "") -> None:
+        """`host`: the address of this host at which other hosts of the cluster reach it; empty for none."""
         self._args = args
+        self._host = host if args.router.link == "auto" else ""
         self._replica = replica
         self._deployment = deployment
         self._metrics = ReplicaMetrics()
@@ -80,8 +82,8 @@ class ReplicaServer:
         self._progress("canary", seconds)
         if failure is not None:
             raise RuntimeError(f"The first canary failed: {failure}.")
-        if self._args.router.link == "auto":
-            await self._links.start()
+        if self._args.router.link != "off":
+            await self._links.start(self._host)
         self._progress("total", time.perf_counter() - started)
 
     async def drain(self, timeout_s: float) -> None:
