@@ -23,6 +23,7 @@ from deployments.auth.settings import UserConfig
 from deployments.broadcast import broadcast_of
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import SamplingDefaults
+from deployments.garbage_collection import collect_rarely
 from deployments.malloc import give_back_memory
 from deployments.observability.exposition import Snapshot
 from deployments.observability.ingress_metrics import IngressMetrics, LoopLagMonitor
@@ -115,7 +116,9 @@ class Ingress:
         settings = self._args.api_settings(
             _sampling_defaults(self._args), package_versions(PACKAGES), _model_folder(self._args)
         )
-        return build_api(self._backend, tokenizer, settings, self._metrics, self._access)
+        app = build_api(self._backend, tokenizer, settings, self._metrics, self._access)
+        collect_rarely()
+        return app
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Applies the deployment's `user_config`. Serve calls it at the start and after each change."""

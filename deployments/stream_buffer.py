@@ -25,8 +25,10 @@ class StreamBuffer:
     The iteration ends when `producers` have called `close_one`. The object belongs to one event loop.
     """
 
-    def __init__(self, producers: int) -> None:
+    def __init__(self, producers: int, branches: int) -> None:
+        """`branches`: of all producers together."""
         self._open = producers
+        self._alone = branches == 1
         self._chunks: dict[tuple[int, int], PromptChunk] = {}
         self._news = asyncio.Event()
 
@@ -41,7 +43,8 @@ class StreamBuffer:
     async def __aiter__(self) -> AsyncIterator[tuple[PromptChunk, ...]]:
         while self._open or self._chunks:
             await self._news.wait()
-            await asyncio.sleep(0)  # the other branches' chunks of the same step are in the loop's hands already
+            if not self._alone:
+                await asyncio.sleep(0)  # the other branches' chunks of the same step are in the loop's hands already
             self._news.clear()
             if self._chunks:
                 found = tuple(self._chunks.values())

@@ -29,13 +29,14 @@ from deployments.protocol import (
 from deployments.quarantine import Entries, IsolationGuard
 from deployments.replica.utilization import Utilization
 from deployments.stream_buffer import StreamBuffer
-from engine.engine import Engine
+from engine.engine import Engine, RunningGeneration
 from engine.model.interface import CausalLM
 from engine.model.loader import load_models
 from engine.request_validation import with_writable_arrays
 from engine.requests import (
     EngineError,
     ErrorCode,
+    GenerateChunk,
     GenerateRequest,
     LikelihoodRequest,
     Load,
@@ -296,8 +297,9 @@ class ReplicaServer:
         except EngineError as error:
             yield self._failure(error)
             return
-        buffer = StreamBuffer(len(requests))
-        tasks = [asyncio.create_task(self._pump(q, request, buffer)) for q, request in enumerate(requests)]
+        branches = sum(request.params.n for request in requests)
+        buffer = StreamBuffer(len(requests), branches)
+        works = [work for q, request in enumerate(requests) if (work := self._begin(q, request, buffer)) is not None]
         waited = False
         try:
             async for chunks in buffer:
@@ -307,10 +309,37 @@ class ReplicaServer:
                 lease.received(chunks)
                 yield GenerateReply(chunks, epoch, self.load())
         finally:  # also where the consumer has gone: nothing may go on computing
-            for task in tasks:
-                task.cancel()
+            for work in works:
+                work.cancel()
             lease.release()
+            tasks = [work for work in works if isinstance(work, asyncio.Task)]
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(
+        self, prompt: int, request: GenerateRequest, buffer: StreamBuffer
+    ) -> "asyncio.Task[None] | RunningGeneration | None":
+        """Starts a prompt's generation into the buffer, with a task of its own only where the prompt is scored.
+
+        None: the engine refused it.
+        """
+        if request.prompt_logprobs is not None or request.prompt_only:
+            return asyncio.create_task(self._pump(prompt, request, buffer))
+
+        def deliver(result: GenerateChunk | EngineError) -> None:
+            if isinstance(result, EngineError):
+                buffer.add(PromptChunk(prompt, self._failure(result)))
+            else:
+                buffer.add(PromptChunk(prompt, result))
+            if running.over:
+                buffer.close_one()
+
+        try:
+            running = self.engine.begin(request, deliver)
+        except EngineError as error:
+            buffer.add(PromptChunk(prompt, self._failure(error)))
+            buffer.close_one()
+            return None
+        return running
 
     async def _pump(self, prompt: int, request: GenerateRequest, buffer: StreamBuffer) -> None:
         try:

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ NET, PORT, GCS = "10.77.0", 8000, 6379
 SECRET = "assay-Sbv3ZpLk8QyR2mXw7TfN4dHc9GjA6eUo1iVrB5tYqEs"
 START_S, SETTLE_S, DRAIN_S = 400.0, 200.0, 240.0
 CLIENTS = 6
-SCORE = {"query": "Is this about the sea? ", "items": ["a ship", "a tree", "a wave at night"], "labels": [" yes", " no"]}
+SCORE = {"query": "Is this about the sea? ", "items": ["a ship", "a tree", "a wave"], "labels": [" yes", " no"]}
 COMPLETION = {"prompt": "The tide came in and", "max_tokens": 48, "temperature": 0, "return_token_ids": True}
 SAMPLED = COMPLETION | {"temperature": 1.0, "seed": 11, "ignore_eos": True}
 CLOSE = 1e-3  # probabilities depend on what shares a step, in the last bits
@@ -289,13 +288,13 @@ def drain(head: Node, identity: str) -> None:
     subprocess.run(head.inside(*command), env=head.environment, check=True, timeout=120, capture_output=True)
 
 
-def environment(token: Sequence[str]) -> dict[str, str]:
+def environment(token: str) -> dict[str, str]:
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     return os.environ | {
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": "1",
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": token[0],
+        "RAY_AUTH_TOKEN": token,
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy_middleware.middlewares",
         "RAY_raylet_start_wait_time_s": "300",
         "RAY_worker_niceness": "0",
@@ -309,7 +308,7 @@ def main() -> None:
     run("ip", "link", "add", "hub", "type", "bridge")
     run("ip", "addr", "add", f"{NET}.254/24", "dev", "hub")
     run("ip", "link", "set", "hub", "up")
-    variables = environment([secrets.token_hex(32)])
+    variables = environment(secrets.token_hex(32))
     nodes = [Node(index, variables) for index in (1, 2, 3)]
 
     def add() -> Node:

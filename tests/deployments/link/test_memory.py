@@ -15,7 +15,7 @@ from tests.deployments.link.test_link import Service, generation, until
 
 STREAMS, LINKS = 2000, 40
 STREAM_BYTES, LINK_BYTES = 16 << 10, 64 << 10  # at most; docs/internals/routing.md says so
-LEFT_BYTES = 512 << 10  # of interpreter and loop, whatever the number of streams
+LEFT_BYTES = 64 << 10  # more after a second wave than after the first
 
 
 def held() -> int:
@@ -46,23 +46,26 @@ async def test_two_thousand_open_streams_hold_so_much_each(traced: Callable[[], 
     warm = link.stream(generation(), 0)
     while (await anext_or_none(warm)) is not None:
         pass
-    before = traced()
-    service.gate.clear()
-    streams = [link.stream(generation(), 0) for _ in range(STREAMS)]
-    readers = [asyncio.ensure_future(anext_or_none(stream)) for stream in streams]
-    await until(lambda: len(service.began) == STREAMS + 1)
-    each = (traced() - before) / STREAMS
+    left = []
+    for _ in range(2):  # the first time fills what the interpreter and the loop keep for the next
+        before = traced()
+        service.gate.clear()
+        service.began.clear()
+        streams = [link.stream(generation(), 0) for _ in range(STREAMS)]
+        readers = [asyncio.ensure_future(anext_or_none(stream)) for stream in streams]
+        await until(lambda: len(service.began) == STREAMS)
+        each = (traced() - before) / STREAMS
+        service.gate.set()
+        assert all(reply is not None for reply in await asyncio.gather(*readers))
+        for stream in streams:
+            while await anext_or_none(stream) is not None:
+                pass
+        await until(lambda: not any(one.calls for one in server._links))
+        del streams, readers, stream
+        left.append(traced())
     print(f"\n{each:,.0f} bytes a stream at both ends of a link, with {STREAMS:,} open")
     assert each < STREAM_BYTES
-    service.gate.set()
-    assert all(reply is not None for reply in await asyncio.gather(*readers))
-    for stream in streams:
-        while await anext_or_none(stream) is not None:
-            pass
-    del streams, readers, stream
-    service.began.clear()
-    await until(lambda: not any(one.calls for one in server._links))
-    assert traced() - before < LEFT_BYTES
+    assert left[1] - left[0] < LEFT_BYTES
     link.close()
     server.stop()
     await asyncio.sleep(0)
@@ -80,6 +83,7 @@ async def test_a_link_without_calls_holds_so_much(traced: Callable[[], int]) -> 
     for link in (*links, warm):
         link.close()
     await until(lambda: not server._links)
+    await until(lambda: not any(link.is_open for link in (*links, warm)))
     server.stop()
     await asyncio.sleep(0)
 
