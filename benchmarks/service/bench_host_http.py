@@ -252,7 +252,9 @@ def _received(pipe: Any) -> Any:
 
 
 @contextlib.contextmanager
-def started(name: str, sources: Path, sections: dict[str, Any], device: float = 1.0) -> Iterator[ClockService]:
+def started(
+    name: str, sources: Path, sections: dict[str, Any], device: float = 1.0, mode: str = "fast"
+) -> Iterator[ClockService]:
     """Starts the service of a folder of sources on a clock, and ends it. `device`: how many times as fast as an H200.
 
     Raises:
@@ -277,7 +279,7 @@ def started(name: str, sources: Path, sections: dict[str, Any], device: float = 
         environment["ASSAY_CLOCK_SPEED"] = str(device)
         with (Path(folder) / "log.txt").open("w") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "deployments.cli", "serve", "--fast", str(file)],
+                [sys.executable, "-m", "deployments.cli", "serve", *(["--fast"] * (mode == "fast")), str(file)],
                 cwd=sources,
                 env=environment | {"OMP_NUM_THREADS": "1", "RAY_raylet_start_wait_time_s": "300"},
                 stdout=log,
@@ -335,6 +337,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", type=int, default=2, help="processes that send the load")
     parser.add_argument("--device", type=float, default=1.0, help="how many times as fast as an H200 the device is")
+    parser.add_argument("--mode", choices=("fast", "default"), default="fast")
     parser.add_argument("--only", help="words of the cases to run, with commas")
     parser.add_argument("--args", type=json.loads, default={}, help="sections of the application's arguments, as JSON")
     parser.add_argument("--out", type=Path)
@@ -343,7 +346,7 @@ def main() -> None:
     folders["now"] = ROOT
     with contextlib.ExitStack() as stack:
         services = [
-            stack.enter_context(started(name, folder, given.args if name == "now" else {}, given.device))
+            stack.enter_context(started(name, folder, given.args if name == "now" else {}, given.device, given.mode))
             for name, folder in folders.items()
         ]
         rows = measured(services, given)

@@ -139,3 +139,21 @@ async def test_what_is_no_request_passes() -> None:
     unused: Any = None
     await ProxyMiddleware(app)(scope, unused, unused)
     assert seen == [{"type": "lifespan"}]
+
+
+@pytest.mark.parametrize("watched", [True, False])
+async def test_serve_watches_clients_only_where_the_application_does_not(watched: bool) -> None:
+    """In fast mode the middleware stands in the ingress's own process, and the application watches its clients."""
+    seen: list[Headers] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["headers"])
+
+    given_headers = [(b"x-request-disconnect-disabled", b"?1"), (b"host", b"a")]
+    await ProxyMiddleware(app, watched=watched)({"type": "http", "headers": given_headers}, None, None)  # type: ignore[arg-type]
+    assert parse_disconnect_disabled_header(dict(seen[0])) is not watched
+
+
+def test_outside_of_an_ingress_serve_watches() -> None:
+    (middleware,) = middlewares()
+    assert middleware.kwargs == {"watched": True}
