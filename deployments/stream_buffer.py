@@ -25,10 +25,9 @@ class StreamBuffer:
     The iteration ends when `producers` have called `close_one`. The object belongs to one event loop.
     """
 
-    def __init__(self, producers: int, branches: int) -> None:
-        """`branches`: of all producers together."""
+    def __init__(self, producers: int) -> None:
         self._open = producers
-        self._alone = branches == 1
+        self.single = False  # there is one producer, of one branch
         self._chunks: dict[tuple[int, int], PromptChunk] = {}
         self._news = asyncio.Event()
 
@@ -43,7 +42,7 @@ class StreamBuffer:
     async def __aiter__(self) -> AsyncIterator[tuple[PromptChunk, ...]]:
         while self._open or self._chunks:
             await self._news.wait()
-            if not self._alone:
+            if not self.single:
                 await asyncio.sleep(0)  # the other branches' chunks of the same step are in the loop's hands already
             self._news.clear()
             if self._chunks:

@@ -297,9 +297,9 @@ class ReplicaServer:
         except EngineError as error:
             yield self._failure(error)
             return
-        branches = sum(request.params.n for request in requests)
-        buffer = StreamBuffer(len(requests), branches)
+        buffer = StreamBuffer(len(requests))
         works = [work for q, request in enumerate(requests) if (work := self._begin(q, request, buffer)) is not None]
+        buffer.single = len(requests) == 1 and bool(works) and requests[0].params.n == 1
         waited = False
         try:
             async for chunks in buffer:
