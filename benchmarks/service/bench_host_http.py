@@ -13,11 +13,12 @@ and every row has the ratio to them. Each load is run `--rounds` times; the row 
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
 import random
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -43,6 +44,7 @@ LOAD_S = 300.0
 PARTS = {"Ingress": "ingress", "Replica:": "replica", "ServeReplica": "replica", "haproxy": "proxy", "Proxy": "proxy"}
 PROMPT, NEW, ITEM = 128, 128, 32  # tokens
 ITEMS = 64  # of a score in a mixed load
+LAST_CHUNK = b"\r\n0\r\n\r\n"
 VOCAB = 2048  # ids of the built-in tokenizer that a client may send
 
 
@@ -126,8 +128,10 @@ class _Caller:
             lines = self._head.lower().split(b"\r\n")
             self._body = next((int(line[15:]) for line in lines if line.startswith(b"content-length:")), -2)
         if self._body == -2:
-            self._tail = (self._tail + data)[-8:]
-            return self._tail.endswith(b"\r\n0\r\n\r\n")
+            if len(data) < len(LAST_CHUNK):
+                data = self._tail + data
+            self._tail = data[-len(LAST_CHUNK) :]
+            return self._tail == LAST_CHUNK
         self._body -= len(data)
         return self._body == 0
 
@@ -135,17 +139,19 @@ class _Caller:
 def _load(made: Sequence[_Caller], requests: Sequence[bytes], streamed: bool) -> ClientFigures:
     """Has every caller send its requests one after the other."""
     latencies, firsts, gaps = list[float](), list[float](), list[float]()
-    begun = time.perf_counter()
-    with selectors.DefaultSelector() as select:
-        numbers = iter(range(1 << 30))
-        for caller in made:
-            select.register(caller.socket, selectors.EVENT_READ, caller)
-            caller.send(requests[next(numbers) % len(requests)])
-        while select.get_map():
-            for key, _ in select.select(60):
-                caller = key.data
-                data = caller.socket.recv(1 << 18)
-                now = time.perf_counter()
+    clock = time.perf_counter
+    begun = clock()
+    numbers = itertools.cycle(range(len(requests)))
+    callers = {caller.socket.fileno(): caller for caller in made}
+    with select.epoll() as poll:  # not `selectors`: it would take a third of the client's time from the service's cores
+        for descriptor, caller in callers.items():
+            poll.register(descriptor, select.EPOLLIN)
+            caller.send(requests[next(numbers)])
+        while callers:
+            for descriptor, _ in poll.poll(60):
+                caller = callers[descriptor]
+                data = caller.socket.recv(1 << 16)
+                now = clock()
                 if not data:
                     raise RuntimeError("The service closed a connection.")
                 if streamed:
@@ -154,9 +160,10 @@ def _load(made: Sequence[_Caller], requests: Sequence[bytes], streamed: bool) ->
                 if caller.take(data):
                     latencies.append(now - caller.began)
                     if caller.left:
-                        caller.send(requests[next(numbers) % len(requests)])
+                        caller.send(requests[next(numbers)])
                     else:
-                        select.unregister(caller.socket)
+                        poll.unregister(descriptor)
+                        del callers[descriptor]
     return ClientFigures(begun, time.perf_counter(), latencies, firsts, gaps)
 
 

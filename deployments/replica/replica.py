@@ -69,6 +69,7 @@ class ReplicaServer:
         self._deployment = deployment
         self._metrics = ReplicaMetrics()
         self._guard = IsolationGuard()
+        self._turn_load: Load | None = None
         self._utilization = Utilization(args.engine.max_running)
         self._links = LinkServer(replica, self, self._metrics.links)
 
@@ -307,7 +308,7 @@ class ReplicaServer:
                     waited = True
                     self._note_wait(chunks)
                 lease.received(chunks)
-                yield GenerateReply(chunks, epoch, self.load())
+                yield GenerateReply(chunks, epoch, self._load_of_turn())
         finally:  # also where the consumer has gone: nothing may go on computing
             for work in works:
                 work.cancel()
@@ -369,6 +370,16 @@ class ReplicaServer:
     def load(self) -> Load:
         """Returns how much waits at the replica."""
         return self.engine.queue()
+
+    def _load_of_turn(self) -> Load:
+        """Returns the load as of this turn of the event loop: a step wakes all streams in one turn."""
+        if self._turn_load is None:
+            self._turn_load = self.load()
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        return self._turn_load
+
+    def _end_turn(self) -> None:
+        self._turn_load = None
 
     # State.
 
