@@ -16,6 +16,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
+from ray.util import get_node_ip_address
 
 from deployments.api.app import build_api
 from deployments.auth.authenticator import Authenticator, refuse_open
@@ -24,6 +25,7 @@ from deployments.auth.settings import UserConfig
 from deployments.broadcast import broadcast_of
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import SamplingDefaults
+from deployments.garbage_collection import collect_rarely
 from deployments.malloc import give_back_memory
 from deployments.observability.exposition import Snapshot, snapshot
 from deployments.observability.ingress_metrics import IngressMetrics, LoopLagMonitor
@@ -63,7 +65,7 @@ class Replica(ReplicaServer):
         context = serve.get_replica_context()
         replica = context.replica_id.unique_id
         peers = WeightsPeers(context.app_name, replica) if _has_peers(args) else None
-        super().__init__(args, replica, context.deployment, peers)
+        super().__init__(args, replica, context.deployment, host=get_node_ip_address(), peers=peers)
         await self.start()
 
     async def __del__(self) -> None:
@@ -102,7 +104,7 @@ class Ingress:
         quarantine = Quarantine()
         transport: ReplicaTransport = HandleTransport(replica)
         links: tuple[LinkTransport, ...] = ()
-        if args.router.link == "auto":
+        if args.router.link != "off":
             links = (LinkTransport(transport, broadcast_of(replica), loads, self._metrics),)
             transport = links[0]
         self._backend = Dispatcher(transport, args, self._health, self._metrics, scrape, loads, quarantine)
@@ -127,7 +129,9 @@ class Ingress:
         tokenizer = load_tokenizer(_tokenizer_path(self._args), model.revision)
         defaults = SamplingDefaults() if folder is None else SamplingDefaults.from_folder(folder)
         settings = self._args.api_settings(defaults, package_versions(PACKAGES), folder)
-        return build_api(self._backend, tokenizer, settings, self._metrics, self._access)
+        app = build_api(self._backend, tokenizer, settings, self._metrics, self._access)
+        collect_rarely()
+        return app
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Applies the deployment's `user_config`. Serve calls it at the start and after each change."""

@@ -15,6 +15,8 @@ import re
 import secrets
 from collections.abc import Iterable
 
+from ray import serve
+from ray.serve.exceptions import RayServeException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,6 +25,7 @@ from deployments.malloc import give_back_memory
 SCOPE_ID = "assay.request_id"
 """The key under which the scope carries the id. A client cannot set it, while it could set any header."""
 REQUEST_ID, CLIENT_ID = b"x-request-id", b"x-client-request-id"
+IDS, ID_CHARS = 64, 26  # ids that are drawn together, and the characters of each
 MAX_CLIENT_ID = 512  # characters, as for OpenAI's header of this name
 MAX_ASCII_BYTES = 512
 _CLIENT_ID = re.compile(rb"[!-~]{1,%d}" % MAX_CLIENT_ID)
@@ -32,20 +35,39 @@ DROPPED = frozenset(
     name.lower().replace("-", "_").encode("utf-8")
     for name in ("serve_multiplexed_model_id", _SESSION, "x-request-disconnect-disabled")
 )
+UNWATCHED = (b"x-request-disconnect-disabled", b"?1")  # spares a request two tasks of Serve's
 DECODED = frozenset((b"x-request-timeout-seconds", b"traceparent", b"tracestate"))  # kept, if Serve can read them
 
 Headers = list[tuple[bytes, bytes]]
 
 
+_ids: list[str] = []  # drawn together, since the kernel's random bytes cost more than all else of an id
+os.register_at_fork(after_in_child=_ids.clear)
+
+
 def new_id(prefix: str) -> str:
-    """Returns `prefix` and 26 base32 characters of 128 random bits."""
-    return prefix + base64.b32encode(secrets.token_bytes(16)).decode("ascii").rstrip("=").lower()
+    """Returns `prefix` and 26 base32 characters of 130 random bits."""
+    try:
+        return prefix + _ids.pop()
+    except IndexError:
+        text = base64.b32encode(secrets.token_bytes(IDS * ID_CHARS * 5 // 8)).decode("ascii").lower()
+        _ids.extend(text[at : at + ID_CHARS] for at in range(0, len(text), ID_CHARS))
+        return new_id(prefix)
 
 
 def middlewares() -> list[Middleware]:
     """Returns what Serve puts in front of its HTTP servers, and bounds what bodies leave behind in their processes."""
     give_back_memory()
-    return [Middleware(ProxyMiddleware)]
+    return [Middleware(ProxyMiddleware, watched=not _in_ingress())]
+
+
+def _in_ingress() -> bool:
+    """Tells whether this process runs the application, as in fast mode. The application watches its clients itself."""
+    try:
+        serve.get_replica_context()
+    except RayServeException:
+        return False
+    return True
 
 
 class ProxyMiddleware:
@@ -54,8 +76,10 @@ class ProxyMiddleware:
     A client of HTTP/1.0 gets streams in one piece.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, watched: bool = True) -> None:
+        """`watched`: Serve is to watch for clients that leave."""
         self._app = app
+        self._added = [] if watched else [UNWATCHED]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -63,7 +87,7 @@ class ProxyMiddleware:
             return
         request_id = new_id("req-")
         headers, client_id = readable(scope["headers"])
-        headers.append((REQUEST_ID, request_id.encode("ascii")))  # Serve logs it, and answers with it
+        headers += (REQUEST_ID, request_id.encode("ascii")), *self._added  # Serve logs the id, and answers with it
 
         async def send_with_client_id(message: Message) -> None:
             if message["type"] == "http.response.start" and client_id is not None:

@@ -27,6 +27,7 @@ class StreamBuffer:
 
     def __init__(self, producers: int) -> None:
         self._open = producers
+        self.single = False  # there is one producer, of one branch
         self._chunks: dict[tuple[int, int], PromptChunk] = {}
         self._news = asyncio.Event()
 
@@ -41,7 +42,8 @@ class StreamBuffer:
     async def __aiter__(self) -> AsyncIterator[tuple[PromptChunk, ...]]:
         while self._open or self._chunks:
             await self._news.wait()
-            await asyncio.sleep(0)  # the other branches' chunks of the same step are in the loop's hands already
+            if not self.single:
+                await asyncio.sleep(0)  # the other branches' chunks of the same step are in the loop's hands already
             self._news.clear()
             if self._chunks:
                 found = tuple(self._chunks.values())

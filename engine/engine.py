@@ -5,10 +5,10 @@ The engine checks and admits requests in the caller's thread; `engine.core` comp
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
 
-from engine.channels import ResultQueue
+from engine.channels import ResultCallback, ResultQueue
 from engine.config import EngineConfig
 from engine.core import EngineCore, LoopOptions
 from engine.metrics import EngineStats
@@ -226,6 +226,24 @@ class Engine:
         """
         return self._chunks(request, request.stream_interval)
 
+    def begin(
+        self, request: GenerateRequest, deliver: Callable[[GenerateChunk | EngineError], None]
+    ) -> "RunningGeneration":
+        """Starts a generation. `deliver` gets what `generate` would yield or raise, on the running event loop.
+
+        Raises:
+            EngineError: the request is invalid, or was refused.
+        """
+        self._check_language_model()
+        check_generate(request, self._bounds)
+        results = ResultCallback(asyncio.get_running_loop())
+        submission = self._submit(request, "generate", results)
+        state = GenerationState(request=request, stream_interval=request.stream_interval, **submission)
+        running = RunningGeneration(state, self._leave, deliver)
+        results.deliver = running.take
+        self._enter(state)
+        return running
+
     async def complete(self, request: GenerateRequest) -> list[GenerateChunk]:
         """Returns one chunk a branch, in order, once all have ended: far less work per token than `generate`."""
         async with aclosing(self._chunks(request, ONE_CHUNK)) as stream:
@@ -270,8 +288,8 @@ class Engine:
     def _cancel(self, state: GenerationState | ScoringState) -> None:
         self.core.calls.post(lambda: self.core.tracker.close(state))
 
-    def _submit(self, request: EngineRequest, tree: str) -> Submission:
-        """Counts a request into the queue; `tree`: which prefix tree it shares.
+    def _submit(self, request: EngineRequest, tree: str, results: ResultQueue | None = None) -> Submission:
+        """Counts a request into the queue; `tree`: which prefix tree it shares. Results go to `results` if given.
 
         Without a prefix cache every request is a domain of its own: its branches and items still share.
         """
@@ -281,7 +299,7 @@ class Engine:
         arrival = self.core.tracker.admit(work, already_admitted=request.already_admitted)
         now = self._clock()
         return Submission(
-            results=ResultQueue(asyncio.get_running_loop()),
+            results=ResultQueue(asyncio.get_running_loop()) if results is None else results,
             arrival=arrival,
             submitted=now,
             deadline=now + request.timeout_s,
@@ -315,6 +333,41 @@ class Engine:
     def stats(self) -> EngineStats:
         """Returns the engine's figures."""
         return self.core.stats(draining=self._draining)
+
+
+class RunningGeneration:
+    """Represents a generation that `Engine.begin` started."""
+
+    def __init__(
+        self,
+        state: GenerationState,
+        leave: Callable[[GenerationState], None],
+        deliver: Callable[[GenerateChunk | EngineError], None],
+    ) -> None:
+        self._state = state
+        self._leave = leave
+        self._deliver = deliver
+        self._left = state.request.params.n
+        self.over = False
+
+    def take(self, result: object) -> None:
+        """Takes a result from the step thread, on the event loop."""
+        if self.over:
+            return
+        found = result if isinstance(result, GenerateChunk) else _error(result)
+        if isinstance(found, EngineError):
+            self._left = 0
+        else:
+            self._left -= found.finish is not None
+        if not self._left:
+            self.cancel()
+        self._deliver(found)
+
+    def cancel(self) -> None:
+        """Ends the generation. Does nothing once it has ended."""
+        if not self.over:
+            self.over = True
+            self._leave(self._state)
 
 
 def _error(result: object) -> EngineError:

@@ -67,6 +67,8 @@ def score_items(
 
 def by_item(rows: ScoringRows, values: npt.NDArray[Any], dtype: type) -> npt.NDArray[Any]:
     """Returns the values of R rows as those of N items, [N, *]: zeros for an item without a row."""
+    if not rows.errors:  # every item has its row
+        return values.astype(dtype, copy=False)
     out: npt.NDArray[Any] = np.zeros((len(rows.truncated), *values.shape[1:]), dtype)
     out[np.array(rows.items, np.intp)] = values
     return out

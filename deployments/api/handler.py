@@ -1,13 +1,13 @@
 """Holds what all routes share, and turns an endpoint function into a route that answers errors and disconnections."""
 
 import asyncio
-import contextlib
 import functools
 import json
 import logging
 from codecs import BOM_UTF8
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ValidationError
@@ -16,8 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from deployments.api.client_watch import ClientWatch
 from deployments.api.json_answer import AnswerTooLarge, JsonResponse, encode
-from deployments.api.middleware import internal_error
+from deployments.api.middleware import Answer, internal_error
 from deployments.api.prompt_formats import chat_source, compile_chat, decision_prompts, option_limits
 from deployments.api.request_context import ClientGone, RequestContext, context_of, deadline_exceeded
 from deployments.api.rerank_prompt import choose_rerank_prompt
@@ -26,8 +27,9 @@ from deployments.api.schemas.known_fields import HARMLESS, REFUSED, Neutral, is_
 from deployments.auth.authenticator import Authenticator
 from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError, as_api_error, from_validation, path_of, unsupported
-from deployments.observability.ingress_metrics import IngressMetrics, Stage
+from deployments.observability.ingress_metrics import IngressMetrics, Stage, StageTimer
 from deployments.protocol import Backend, ModelCard
+from deployments.time_limit import TimeLimit
 from engine.model.heads.info import HeadInfo, HeadKind
 from engine.requests import EngineError
 from engine.tokenizer.tokenizer import Tokenizer, TooManyTokens
@@ -113,6 +115,22 @@ class RequestHandler:
             return call(*args, **kwargs)
         return await self.in_thread(call, *args, **kwargs)
 
+    async def _within(
+        self,
+        context: RequestContext,
+        limit_s: float,
+        size: int,
+        call: Callable[P, T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Runs `call` as `off_loop` does. Raises ApiError if the deadline of `limit_s` passes before it ends."""
+        deadline = self.deadline(context, limit_s)
+        if size <= OFF_LOOP_BYTES:
+            return call(*args, **kwargs)
+        with deadline:
+            return await self.in_thread(call, *args, **kwargs)
+
     async def in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs `call` in a thread."""
         loop = asyncio.get_running_loop()
@@ -128,9 +146,8 @@ class RequestHandler:
         **kwargs: P.kwargs,
     ) -> T:
         """Runs `call` off the loop. Raises ApiError if the deadline of `limit_s` passes before a thread is free."""
-        with self.stage(context, "tokenize"):
-            async with self.deadline(context, limit_s):
-                return await self.off_loop(size, call, *args, **kwargs)
+        with self.stage("tokenize"):
+            return await self._within(context, limit_s, size, call, *args, **kwargs)
 
     async def parse(self, context: RequestContext, model: type[B]) -> B:
         """Parses the body as `model`. Unknown fields are named in a header, or refused if the request is strict.
@@ -138,10 +155,10 @@ class RequestHandler:
         Raises:
             ApiError: The body is not valid JSON, a field is wrong, or the route lacks a field that changes answers.
         """
-        with self.stage(context, "parse"):
-            async with self.deadline(context, self.settings.deadlines.max_s):
-                data, context.body = context.body, b""  # not kept for the rest of the request
-                body = await self.off_loop(context.body_bytes, self._parse, data, model)
+        with self.stage("parse"):
+            data, context.body = context.body, b""  # not kept for the rest of the request
+            limit_s = self.settings.deadlines.max_s
+            body = await self._within(context, limit_s, context.body_bytes, self._parse, data, model)
             unknown = [_ascii(name) for name in undeclared_fields(body, REFUSED)]
             if unknown and context.strict:
                 raise ApiError(
@@ -167,22 +184,17 @@ class RequestHandler:
         except ValidationError as error:
             raise from_validation(error) from None
 
-    @contextlib.asynccontextmanager
-    async def deadline(self, context: RequestContext, default_s: float) -> AsyncIterator[float]:
-        """Yields the seconds left. When they are over, the block is cancelled and ApiError (408) is raised."""
-        left = context.timeout_s(default_s)
-        try:
-            async with asyncio.timeout(left):
-                yield left
-        except TimeoutError:
-            raise deadline_exceeded(context.limit_s(default_s)) from None
+    def deadline(self, context: RequestContext, default_s: float) -> "Deadline":
+        """Returns a block's deadline. When it is over, the block is cancelled and ApiError (408) is raised.
 
-    @contextlib.contextmanager
-    def stage(self, context: RequestContext, name: Stage) -> Iterator[None]:
-        """Reports to the observer how long the block took, if it raises nothing."""
-        started = context.elapsed_s()
-        yield
-        self.observer.stage(name, context.elapsed_s() - started)
+        Raises:
+            ApiError: No time is left.
+        """
+        return Deadline(context.timeout_s(default_s), context.limit_s(default_s))
+
+    def stage(self, name: Stage) -> StageTimer:
+        """Returns a block that reports to the observer how long it took, if it raises nothing."""
+        return StageTimer(self.observer.stage, name)
 
     def report_compute(self, context: RequestContext, queue_s: float, compute_s: float, head_s: float) -> None:
         """Reports the seconds that a scoring request took on a replica. `head_s` is part of `compute_s`."""
@@ -193,7 +205,7 @@ class RequestHandler:
 
     def json(self, context: RequestContext, body: object, status: int = 200) -> Response:
         """Returns a JSON response. NaN and infinity become null. For small bodies: it runs on the event loop."""
-        with self.stage(context, "encode"):
+        with self.stage("encode"):
             data = to_json(body, inf_nan_mode="null")
         return Response(data, status, media_type="application/json")
 
@@ -210,7 +222,7 @@ class RequestHandler:
         """
         if size <= OFF_LOOP_BYTES:
             return self.json(context, make())
-        with self.stage(context, "encode"):
+        with self.stage("encode"):
             maximum = self.limits["max_answer_bytes"]
             try:
                 pieces = await self.in_thread(lambda: encode(make(), maximum))
@@ -223,14 +235,13 @@ class RequestHandler:
 Endpoint = Callable[[RequestHandler, RequestContext], Awaitable[Response]]
 
 
-def endpoint(handler: RequestHandler, function: Endpoint) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Returns the function as a route: errors become responses, and the work is cancelled if the client leaves."""
+def answer_of(handler: RequestHandler, function: Endpoint) -> Answer:
+    """Returns the endpoint as a function: errors become responses, and the work is cancelled if the client leaves."""
 
-    async def run(request: Request) -> Response:
-        context = context_of(request.scope)
-        context.path_params = request.path_params
+    async def answer(context: RequestContext, receive: Receive) -> Response:
         try:
-            return await _unless_gone(_run(function(handler, context)), request.receive)
+            with ClientWatch(receive):
+                return await function(handler, context)
         except (ApiError, EngineError, ParamError, ScoringError, TooManyTokens) as error:
             return context.fail(as_api_error(error)).response(context.request_id)
         except ClientGone:
@@ -246,47 +257,48 @@ def endpoint(handler: RequestHandler, function: Endpoint) -> Callable[[Request],
             log.exception("Unhandled in %s, request %s", context.route, context.request_id)
             return context.fail(internal_error()).response(context.request_id)
 
-    run.__name__ = getattr(function, "__name__", run.__name__)  # the route's name in the schema
+    return answer
+
+
+def route_of(answer: Answer, name: str) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """Returns the answer as a route of FastAPI. `name`: the route's name in the schema."""
+
+    async def run(request: Request) -> Response:
+        context = context_of(request.scope)
+        context.path_params = request.path_params
+        return await answer(context, request.receive)
+
+    run.__name__ = name
     return run
+
+
+class Deadline:
+    """Cancels a block when its time is over, and raises ApiError (408)."""
+
+    __slots__ = ("_limit", "_limit_s")
+
+    def __init__(self, left_s: float, limit_s: float) -> None:
+        self._limit = TimeLimit(left_s)
+        self._limit_s = limit_s
+
+    def __enter__(self) -> None:
+        self._limit.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._limit.__exit__(kind, error, trace)
+        except TimeoutError:
+            raise deadline_exceeded(self._limit_s) from None
+        if kind is not None and issubclass(kind, TimeoutError):
+            raise deadline_exceeded(self._limit_s) from None
 
 
 class NoResponse(Response):
     """Sends nothing, because the client has left."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
-
-
-async def _run(work: Awaitable[T]) -> T:
-    return await work
-
-
-async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """Returns the work's result. If the client leaves, cancels the work, waits for its end and raises ClientGone."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(client_gone(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        await end_tasks(task, gone)
-
-
-async def client_gone(receive: Receive) -> None:
-    """Waits until the client leaves."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def end_tasks(*tasks: "asyncio.Future[Any]") -> None:
-    """Cancels the tasks that still run and waits for their end. Results and errors stay in the tasks."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()
 
 
 def model_not_found(served: str, *, in_path: bool = False) -> ApiError:

@@ -8,8 +8,9 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from starlette._utils import get_route_path
 from starlette.responses import Response
 from starlette.routing import Match, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,8 +28,10 @@ from deployments.config.settings import ApiSettings
 from deployments.errors import OPENAI_STATUSES, ApiError, Code
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.proxy_middleware import SCOPE_ID
+from deployments.time_limit import TimeLimit
 
 log = logging.getLogger("assay.http")
+Answer = Callable[[RequestContext, Receive], Awaitable[Response]]
 PERIOD_S = 1.0
 SHED: frozenset[Code] = frozenset(
     ("overloaded", "quota_exceeded", "deadline_exceeded", "draining", "not_ready", "no_replica")
@@ -72,6 +75,7 @@ class RequestMiddleware:
         settings: ApiSettings,
         observer: IngressMetrics,
         router: Router,
+        answers: Mapping[tuple[str, str], Answer],
         access: Authenticator,
         check_open: Callable[[float, str], None],
     ) -> None:
@@ -82,6 +86,7 @@ class RequestMiddleware:
             settings: Limits and deadlines.
             observer: Receives the counts.
             router: Holds the routes of the application.
+            answers: The endpoints to call without the application, by method and path.
             access: Keys, scopes and quotas.
             check_open: Raises ApiError if no replica would take work of a tenant with so many seconds left.
         """
@@ -89,6 +94,7 @@ class RequestMiddleware:
         self._settings = settings
         self._observer = observer
         self._router = router
+        self._answers = answers
         self._access = access
         self._check_open = check_open
         self._statuses = OPENAI_STATUSES if settings.openai_errors else {}
@@ -147,7 +153,7 @@ class RequestMiddleware:
         context.route = route
         self._access.authorise(context.key, route)
         if scope["method"] != "POST":
-            await self._app(scope, receive, send)
+            await self._answer(scope, receive, send, context)
             return
         with self._access.rate_limiter.request(context.tenant):
             await self._with_body(scope, receive, send, context, length)
@@ -166,7 +172,7 @@ class RequestMiddleware:
             self._body_bytes += context.body_bytes
             self._observer.body(context.body_bytes)
             _check_media(scope["headers"])
-            await self._app(scope, receive, send)
+            await self._answer(scope, receive, send, context)
         finally:
             self._requests -= 1
             self._body_bytes -= context.body_bytes
@@ -181,6 +187,15 @@ class RequestMiddleware:
         if context.route in _NO_WORK:
             limits.append((wire.max_tokenize_bytes, "limits.max_tokenize_bytes"))
         return min(limits)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
+        """Answers a request that passed every check."""
+        answer = self._answers.get((scope["method"], context.route))
+        if answer is None:
+            await self._app(scope, receive, send)
+        else:
+            response = await answer(context, receive)
+            await response(scope, receive, send)
 
     def _check_headers(self, headers: Headers, context: RequestContext) -> int | None:
         """Returns the declared body length, None for a chunked body. Raises ApiError for invalid headers."""
@@ -215,6 +230,9 @@ class RequestMiddleware:
 
     def _match(self, scope: Scope) -> str | ApiError:
         """Returns the declared path of the route that the app's router will find too, or the 404 or 405 error."""
+        path = get_route_path(scope)
+        if (scope["method"], path) in self._answers:
+            return path
         allowed: set[str] = set()
         for route in self._router.routes:
             match, _ = route.matches(scope)
@@ -243,7 +261,7 @@ class RequestMiddleware:
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(context.timeout_s(limit_s)):
+            with TimeLimit(context.timeout_s(limit_s)):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":

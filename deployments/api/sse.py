@@ -1,14 +1,19 @@
-"""Sends server-sent events, with a true HTTP status where possible, keep-alives, and a limit on unread bytes."""
+"""Sends server-sent events, with a true HTTP status where possible, keep-alives, and a limit on unread bytes.
+
+A stream costs no task but that of its request: events are written where they are made. A task writes only while the
+client's connection is full, and takes together what has been made meanwhile.
+"""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from typing import Any
 
 from pydantic_core import to_json
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from deployments.api.handler import client_gone, end_tasks
+from deployments.api.client_watch import ClientWatch
 from deployments.api.middleware import internal_error
 from deployments.api.request_context import ClientGone, RequestContext
 from deployments.config.sections import StreamArgs
@@ -18,11 +23,17 @@ from deployments.observability.ingress_metrics import IngressMetrics, Phase
 log = logging.getLogger("assay.http")
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+
+
+def json_bytes(body: object) -> bytes:
+    """Returns JSON. NaN and infinity become null."""
+    return to_json(body, inf_nan_mode="null")
 
 
 def event(body: object) -> bytes:
-    """Returns one event as bytes. NaN and infinity become null."""
-    return b"data: " + to_json(body, inf_nan_mode="null") + b"\n\n"
+    """Returns one event as bytes."""
+    return b"data: " + json_bytes(body) + b"\n\n"
 
 
 class _Buffer:
@@ -33,34 +44,138 @@ class _Buffer:
         self._parts: list[bytes] = []
         self._size = 0
         self._sending = 0
-        self.ended = False
-        self.error: ApiError | None = None
-        self.changed = asyncio.Event()
 
     def put(self, data: bytes) -> bool:
         """Adds data. Returns False if the client is too far behind."""
         unread = self._size + self._sending
         self._parts.append(data)
         self._size += len(data)
-        self.changed.set()
         return not unread or unread + len(data) <= self._most  # one event alone may be larger
 
-    def end(self, error: ApiError | None) -> None:
-        """Notes that no more data follows, and why if it is an error."""
-        self.ended, self.error = True, error
-        self.changed.set()
-
     def take(self) -> bytes:
-        """Returns all data that waits: pieces are joined only while the socket is busy."""
-        data = b"".join(self._parts)
-        self._parts.clear()
-        self._size, self._sending = 0, len(data)
-        self.changed.clear()
-        return data
+        """Returns all data that waits: pieces are joined only while the connection is full."""
+        parts, self._parts = self._parts, []
+        self._sending, self._size = self._size, 0
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def sent(self) -> None:
-        """Notes that the socket took the data."""
+        """Notes that the connection took the data."""
         self._sending = 0
+
+
+class _Writer:
+    """Writes a stream: in its caller's turn while the connection takes all, and in a task of its own while it is full.
+
+    The status line waits for the first data, at most `header_after_s`; afterwards a comment follows each
+    `keep_alive_s` without data.
+    """
+
+    def __init__(self, send: Send, settings: StreamArgs, give_up: Callable[[], None]) -> None:
+        """Keeps what it needs. `give_up` is called once the client has taken nothing for `read_timeout_s`."""
+        self._send = send
+        self._settings = settings
+        self._give_up = give_up
+        self._loop = asyncio.get_running_loop()
+        self._buffer = _Buffer(settings.max_buffer_bytes)
+        self._task: asyncio.Task[None] | None = None
+        self._alarm: asyncio.Timeout | None = None  # of the task
+        self._wrote = self._loop.time()
+        self._timer = self._loop.call_later(settings.header_after_s, self._tick)
+        self.started = False  # the status line was sent
+
+    def put(self, data: bytes) -> bool:
+        """Writes data. Returns False if the client is too far behind."""
+        kept = self._buffer.put(data)
+        if self._task is None:
+            self._wrote = self._loop.time()
+            rest = _begun(self._drain())
+            if rest is not None:
+                self._task = self._loop.create_task(self._wait(rest))
+                self._task.add_done_callback(self._ended)
+        return kept
+
+    async def finish(self, last: bytes) -> None:
+        """Waits until all data is written, and ends the answer with `last`.
+
+        Raises:
+            ClientGone: the client takes nothing.
+        """
+        self._timer.cancel()
+        if self._task is not None:
+            await asyncio.wait((self._task,))
+        await self._wait(self._send({"type": "http.response.body", "body": last, "more_body": False}))
+
+    def close(self) -> None:
+        """Stops writing."""
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _drain(self) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        while data := self._buffer.take():
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            self._buffer.sent()
+            if self._alarm is not None:
+                self._alarm.reschedule(self._loop.time() + self._settings.read_timeout_s)
+
+    async def _wait(self, writing: "Coroutine[Any, Any, None] | _Rest | Any") -> None:
+        """Awaits a write. Raises ClientGone if the client takes nothing for too long, even of data that fits."""
+        try:
+            async with asyncio.timeout(self._settings.read_timeout_s) as self._alarm:
+                await writing
+        except TimeoutError:
+            raise ClientGone from None
+        finally:
+            self._alarm = None
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._task = None
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if not isinstance(error, ClientGone):
+            log.error("A stream could not be written.", exc_info=error)
+        self._give_up()
+
+    def _tick(self) -> None:
+        """Sends the status line, or a comment, if nothing was written for long."""
+        due = self._wrote + self._settings.keep_alive_s
+        if self._task is None and (not self.started or self._loop.time() >= due):
+            self.put(KEEP_ALIVE)  # the first one too: some proxies hold the headers back until a body begins
+            due = self._loop.time() + self._settings.keep_alive_s
+        self._timer = self._loop.call_at(max(due, self._loop.time()), self._tick)
+
+
+class _Rest:
+    """Awaits the rest of a coroutine that has begun."""
+
+    def __init__(self, work: Coroutine[Any, Any, None], waited: object) -> None:
+        self._work = work
+        self._waited = waited
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        waited = self._waited
+        while True:
+            try:
+                yield waited
+            except BaseException as error:
+                advance, given = self._work.throw, error
+            else:
+                advance, given = self._work.send, None  # type: ignore[assignment]
+            try:
+                waited = advance(given)
+            except StopIteration:
+                return
+
+
+def _begun(work: Coroutine[Any, Any, None]) -> _Rest | None:
+    """Runs a coroutine until it waits for the first time. Returns what is left of it; None if it has ended."""
+    try:
+        return _Rest(work, work.send(None))
+    except StopIteration:
+        return None
 
 
 class EventStream(Response):
@@ -77,103 +192,54 @@ class EventStream(Response):
         self._phase: Phase = "prefill"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        buffer = _Buffer(self._settings.max_buffer_bytes)
-        producer = asyncio.ensure_future(self._produce(buffer))
-        writer = asyncio.ensure_future(self._write(buffer, scope, receive, send))
-        watcher = asyncio.ensure_future(client_gone(receive))
         self._observer.streams(1)
         try:
-            await self._supervise(producer, writer, watcher)
+            with ClientWatch(receive) as watch:
+                writer = _Writer(send, self._settings, watch.stop)
+                try:
+                    error = await self._produce(writer)
+                    if error is None:
+                        await writer.finish(b"")
+                    elif writer.started:
+                        await writer.finish(event(error.event(self._exchange.request_id)))
+                    else:
+                        await error.response(self._exchange.request_id)(scope, receive, send)
+                finally:
+                    writer.close()
+        except ClientGone:
+            self._note_gone()
         except asyncio.CancelledError:  # Serve cancels too if the client leaves, sometimes before the message arrives
             self._note_gone()
             raise
         finally:
-            try:
-                await end_tasks(producer, writer, watcher)
-            finally:  # Serve may cancel the request while this waits
-                self._observer.streams(-1)
-
-    async def _supervise(
-        self, producer: asyncio.Task[bool], writer: asyncio.Task[None], watcher: asyncio.Task[None]
-    ) -> None:
-        waiting: set[asyncio.Task[bool] | asyncio.Task[None]] = {producer, writer, watcher}
-        while not writer.done():
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            behind = (
-                producer.done() and not producer.cancelled() and producer.exception() is None and not producer.result()
-            )
-            if not writer.done() and (watcher.done() or behind):
-                self._note_gone()
-                return
-            if producer.done():
-                waiting.discard(producer)
-        try:
-            writer.result()
-        except ClientGone:
-            self._note_gone()
+            self._observer.streams(-1)
 
     def _note_gone(self) -> None:
         if not self._exchange.gone:
             self._exchange.gone = True
             self._observer.disconnected(self._phase)
 
-    async def _produce(self, buffer: _Buffer) -> bool:
-        """Fills the buffer with events. Returns False if the client fell too far behind."""
+    async def _produce(self, writer: _Writer) -> ApiError | None:
+        """Writes the events. Returns the error that ended them; None if they are complete.
+
+        Raises:
+            ClientGone: the client fell too far behind.
+        """
         try:
             async for data in self._events:
                 self._phase = "stream"
-                if not buffer.put(data):
-                    return False
+                if not writer.put(data):
+                    raise ClientGone
         except ApiError as error:
-            buffer.end(self._exchange.fail(error))
+            return self._exchange.fail(error)
+        except ClientGone:
+            raise
         except Exception:
             log.exception("Unhandled in the stream of request %s", self._exchange.request_id)
-            buffer.end(self._exchange.fail(internal_error()))
-        else:
-            self._phase = "last"  # everything is made, but perhaps not yet sent
-            buffer.end(None)
+            return self._exchange.fail(internal_error())
         finally:
             close = getattr(self._events, "aclose", None)
             if close is not None:
                 await close()
-        return True
-
-    async def _write(self, buffer: _Buffer, scope: Scope, receive: Receive, send: Send) -> None:
-        started = await self._wait(buffer, self._settings.header_after_s)
-        data = buffer.take()
-        if not data and buffer.error is not None:
-            await buffer.error.response(self._exchange.request_id)(scope, receive, send)
-            return
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-        await self._sent(send, {"type": "http.response.start", "status": 200, "headers": headers})
-        if not started:
-            data = KEEP_ALIVE  # some proxies hold the headers back until a body begins
-        while True:
-            await self._send(buffer, data, send)
-            if not buffer.changed.is_set() and buffer.ended:
-                break
-            data = b"" if await self._wait(buffer, self._settings.keep_alive_s) else KEEP_ALIVE
-            data = buffer.take() or data
-        last = b"" if buffer.error is None else event(buffer.error.event(self._exchange.request_id))
-        await self._sent(send, {"type": "http.response.body", "body": last, "more_body": False})
-
-    async def _send(self, buffer: _Buffer, data: bytes, send: Send) -> None:
-        if data:
-            await self._sent(send, {"type": "http.response.body", "body": data, "more_body": True})
-        buffer.sent()
-
-    async def _sent(self, send: Send, message: Message) -> None:
-        """Sends a message. Raises ClientGone if the client takes nothing for too long, even of data that fits."""
-        try:
-            async with asyncio.timeout(self._settings.read_timeout_s):
-                await send(message)
-        except TimeoutError:
-            raise ClientGone from None
-
-    async def _wait(self, buffer: _Buffer, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await buffer.changed.wait()
-        except TimeoutError:
-            return False
-        return True
+        self._phase = "last"  # everything is made, but perhaps not yet sent
+        return None

@@ -159,24 +159,32 @@ class MeteredBackend:
         self._limiter = limiter
 
     async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
+        if not self._limiter.counts_tokens(request.tenant):
+            return await self._backend.score(request, all_or_nothing)
         with self._charged(request) as bill:
             reply = await self._backend.score(request, all_or_nothing)
             bill.used = _computed(request, reply)
             return reply
 
     async def pooling(self, request: PoolingRequest, all_or_nothing: bool = False) -> PoolingResult:
+        if not self._limiter.counts_tokens(request.tenant):
+            return await self._backend.pooling(request, all_or_nothing)
         with self._charged(request) as bill:
             reply = await self._backend.pooling(request, all_or_nothing)
             bill.used = _computed(request, reply)
             return reply
 
     async def likelihood(self, request: LikelihoodRequest, all_or_nothing: bool = False) -> LikelihoodReply:
+        if not self._limiter.counts_tokens(request.tenant):
+            return await self._backend.likelihood(request, all_or_nothing)
         with self._charged(request) as bill:
             reply = await self._backend.likelihood(request, all_or_nothing)
             bill.used = _computed(request, reply)
             return reply
 
     async def generate(self, call: GenerateCall) -> GenerateReply:
+        if not self._limiter.counts_tokens(common(call).tenant):
+            return await self._backend.generate(call)
         with self._charged(call) as bill:
             reply = await self._backend.generate(call)
             counted = _Counted(call)

@@ -125,9 +125,9 @@ class RouterArgs(Section):
     """Requests that begin with the same tokens, this many, go to the same replica while the load is balanced."""
     max_imbalance_tokens: int = Field(default=16_384, ge=0, le=1 << 30)
     """A replica may have this many more queued tokens than 1.25 times the mean before others are preferred."""
-    link: Literal["auto", "off"] = "auto"
-    """`auto`: calls travel over a socket between ingress and replica where there can be one, at a fraction of the cost
-    of a call through Ray. `off`: every call goes through Ray."""
+    link: Literal["auto", "local", "off"] = "auto"
+    """`auto`: calls travel over a socket between ingress and replica, at a fraction of the cost of a call through Ray:
+    a Unix socket within a host, TCP between hosts. `local`: within a host alone. `off`: every call goes through Ray."""
 
 
 class RetryArgs(Section):

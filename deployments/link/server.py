@@ -61,7 +61,7 @@ class LinkServer:
             local.bind("\0" + name)
             self._listeners.append(await loop.create_unix_server(self._connect, sock=local, start_serving=False))
             self._address = self._address._replace(local=name)
-        if host:
+        if host:  # an address of this host and never all of them: other networks have no business here
             server = await loop.create_server(self._connect, host, 0, start_serving=False)
             self._listeners.append(server)
             self._address = self._address._replace(host=host, port=server.sockets[0].getsockname()[1])

@@ -4,10 +4,10 @@ The values of every label are a closed set.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import TracebackType
 from typing import Literal, get_args
 
 import numpy as np
@@ -77,6 +77,25 @@ class LoopLagMonitor(PeriodicTask):
             self._observe(max(0.0, clock() - due))
 
 
+class StageTimer:
+    """Reports the time of a `with` block as a stage of a request, unless the block raises."""
+
+    __slots__ = ("_report", "_stage", "_started")
+
+    def __init__(self, report: Callable[[Stage, float], None], stage: Stage) -> None:
+        self._report = report
+        self._stage: Stage = stage
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._report(self._stage, time.perf_counter() - self._started)
+
+
 class ArrayHistogram:
     """Counts arrays of values in a histogram with one label: all values of one request cost one call."""
 
@@ -113,7 +132,8 @@ class IngressMetrics:
         self._requests = counter("assay_requests", "Answered requests.", ("route", "status", "code"))
         about = "Time from a request's first byte to the last of its answer."
         self._seconds = seconds("assay_request_seconds", about, ("route",))
-        self._stages = seconds("assay_stage_seconds", "Time of the stages of requests.", ("stage",))
+        stages = seconds("assay_stage_seconds", "Time of the stages of requests.", ("stage",))
+        self._stage_children = {stage: stages.labels(stage) for stage in sorted(STAGES)}
         self._inflight = gauge("assay_inflight_requests", "Requests that are being answered.")
         self._body_bytes = gauge("assay_inflight_body_bytes", "Bytes of the bodies of these requests.")
         self._streams = gauge("assay_open_streams", "Streams that are being written.")
@@ -180,14 +200,11 @@ class IngressMetrics:
 
     def stage(self, stage: Stage, seconds: float) -> None:
         """Counts the time of one part of a request."""
-        self._stages.labels(known(stage, STAGES)).observe(seconds)
+        self._stage_children[stage].observe(seconds)
 
-    @contextlib.contextmanager
-    def timed(self, stage: Stage) -> Iterator[None]:
-        """Measures the time of a `with` block as a stage, unless the block raises."""
-        started = time.perf_counter()
-        yield
-        self.stage(stage, time.perf_counter() - started)
+    def timed(self, stage: Stage) -> "StageTimer":
+        """Returns a block whose time counts as a stage, unless the block raises."""
+        return StageTimer(self.stage, stage)
 
     def first_token(self, route: str, seconds: float) -> None:
         """Counts the time to a request's first token."""

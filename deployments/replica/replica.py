@@ -30,7 +30,7 @@ from deployments.quarantine import Entries, IsolationGuard
 from deployments.replica.utilization import Utilization
 from deployments.replica.weights_registry import WeightsPeers
 from deployments.stream_buffer import StreamBuffer
-from engine.engine import Engine
+from engine.engine import Engine, RunningGeneration
 from engine.model.interface import CausalLM
 from engine.model.loader import load_models
 from engine.model.weights_digest import joined_digest
@@ -38,6 +38,7 @@ from engine.request_validation import with_writable_arrays
 from engine.requests import (
     EngineError,
     ErrorCode,
+    GenerateChunk,
     GenerateRequest,
     LikelihoodRequest,
     Load,
@@ -64,21 +65,30 @@ class ReplicaServer:
     """
 
     def __init__(
-        self, args: AppArgs, replica: str, deployment: str = "Replica", peers: WeightsPeers | None = None
+        self,
+        args: AppArgs,
+        replica: str,
+        deployment: str = "Replica",
+        *,
+        host: str = "",
+        peers: WeightsPeers | None = None,
     ) -> None:
         """
         Args:
             args: The configuration.
             replica: This replica's unique id.
             deployment: The deployment's name.
+            host: The address of this host at which other hosts of the cluster reach it; empty for none.
             peers: Compares weights with the application's other replicas; None: there are none.
         """
         self._args = args
+        self._host = host if args.router.link == "auto" else ""
         self._peers = peers
         self._replica = replica
         self._deployment = deployment
         self._metrics = ReplicaMetrics()
         self._guard = IsolationGuard()
+        self._turn_load: Load | None = None
         self._utilization = Utilization(args.engine.max_running)
         self._links = LinkServer(replica, self, self._metrics.links)
 
@@ -96,8 +106,8 @@ class ReplicaServer:
         if self._peers is not None:
             configured = f"{self._args.model!r} {self._args.speculation!r}"
             await self._peers.join(configured, self._card.weights_digest)
-        if self._args.router.link == "auto":
-            await self._links.start()
+        if self._args.router.link != "off":
+            await self._links.start(self._host)
         self._progress("total", time.perf_counter() - started)
 
     async def drain(self, timeout_s: float) -> None:
@@ -318,7 +328,8 @@ class ReplicaServer:
             yield self._failure(error)
             return
         buffer = StreamBuffer(len(requests))
-        tasks = [asyncio.create_task(self._pump(q, request, buffer)) for q, request in enumerate(requests)]
+        works = [work for q, request in enumerate(requests) if (work := self._begin(q, request, buffer)) is not None]
+        buffer.single = len(requests) == 1 and bool(works) and requests[0].params.n == 1
         waited = False
         try:
             async for chunks in buffer:
@@ -326,12 +337,39 @@ class ReplicaServer:
                     waited = True
                     self._note_wait(chunks)
                 lease.received(chunks)
-                yield GenerateReply(chunks, epoch, self.load())
+                yield GenerateReply(chunks, epoch, self._load_of_turn())
         finally:  # also where the consumer has gone: nothing may go on computing
-            for task in tasks:
-                task.cancel()
+            for work in works:
+                work.cancel()
             lease.release()
+            tasks = [work for work in works if isinstance(work, asyncio.Task)]
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(
+        self, prompt: int, request: GenerateRequest, buffer: StreamBuffer
+    ) -> "asyncio.Task[None] | RunningGeneration | None":
+        """Starts a prompt's generation into the buffer, with a task of its own only where the prompt is scored.
+
+        None: the engine refused it.
+        """
+        if request.prompt_logprobs is not None or request.prompt_only:
+            return asyncio.create_task(self._pump(prompt, request, buffer))
+
+        def deliver(result: GenerateChunk | EngineError) -> None:
+            if isinstance(result, EngineError):
+                buffer.add(PromptChunk(prompt, self._failure(result)))
+            else:
+                buffer.add(PromptChunk(prompt, result))
+            if running.over:
+                buffer.close_one()
+
+        try:
+            running = self.engine.begin(request, deliver)
+        except EngineError as error:
+            buffer.add(PromptChunk(prompt, self._failure(error)))
+            buffer.close_one()
+            return None
+        return running
 
     async def _pump(self, prompt: int, request: GenerateRequest, buffer: StreamBuffer) -> None:
         try:
@@ -361,6 +399,16 @@ class ReplicaServer:
     def load(self) -> Load:
         """Returns how much waits at the replica."""
         return self.engine.queue()
+
+    def _load_of_turn(self) -> Load:
+        """Returns the load as of this turn of the event loop: a step wakes all streams in one turn."""
+        if self._turn_load is None:
+            self._turn_load = self.load()
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        return self._turn_load
+
+    def _end_turn(self) -> None:
+        self._turn_load = None
 
     # State.
 

@@ -1,9 +1,8 @@
 """Makes one call of a replica: places it, counts it, awaits it, and turns every end into an error of ours."""
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import (
@@ -30,7 +29,9 @@ from deployments.routing.admission import Admission, deadline_passed, overloaded
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.replica_selection import ReplicaSelector
+from deployments.time_limit import TimeLimit
 from engine.requests import ErrorCode, Load
+from engine.tenant_queues import TenantTokens
 
 log = logging.getLogger("ray.serve")
 RETRY_AFTER_S = 1.0
@@ -71,6 +72,53 @@ def check(reply: object, isolated: bool) -> None:
     if reply.code in (ErrorCode.DRAINING, ErrorCode.NOT_READY):
         raise RetryableError("unavailable", error, refused=not reply.admitted)
     raise error
+
+
+class TrackedCall:
+    """Counts a call as load of its replica while a `with` block runs, which gets the call's route."""
+
+    __slots__ = ("_loads", "_ranked", "_ticket", "_tried", "_work")
+
+    def __init__(self, loads: LoadTracker, work: TenantTokens, ranked: Sequence[str], tried: set[str]) -> None:
+        self._loads, self._work, self._ranked, self._tried = loads, work, ranked, tried
+
+    def __enter__(self) -> Route:
+        tenant, priority, tokens = self._work
+        ranked = self._ranked
+        self._ticket = self._loads.send(ranked[0] if ranked else "", tokens, tenant, priority)
+        return Route(tuple(ranked), self._ticket)
+
+    def __exit__(self, *_: object) -> None:
+        self._tried.add(self._loads.close(self._ticket))
+
+
+class CallErrors:
+    """Turns what a transport raises in a `with` block into RetryableError or ApiError.
+
+    A replica that was stopped on purpose and then ended casts no suspicion on its requests.
+    """
+
+    __slots__ = ("_loads", "_route")
+
+    def __init__(self, loads: LoadTracker, route: Route) -> None:
+        self._loads, self._route = loads, route
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        if isinstance(error, asyncio.CancelledError):
+            running = asyncio.current_task()
+            if running is not None and running.cancelling():
+                return
+            raise cut_short() from None  # it was the call that was cancelled, by the replica
+        try:
+            transport_errors().__exit__(kind, error, trace)
+        except RetryableError as found:
+            if found.isolated and self._loads.has_left(self._loads.where(self._route.ticket)):
+                raise RetryableError("unavailable", found.error) from None
+            raise
 
 
 class transport_errors:
@@ -154,7 +202,7 @@ class ReplicaCaller:
         self._selector = selector
         self._admission = admission
         self._metrics = metrics
-        self._alarms: dict[int, asyncio.Timeout] = {}  # by ticket of a call that waits for its reply
+        self._limits: dict[int, TimeLimit] = {}  # by ticket of a call that waits for its reply
         self._left: set[int] = set()  # tickets of calls whose replica was left
 
     def rank(self, call: AnyCall, exclude: Collection[str] = ()) -> tuple[str, ...]:
@@ -163,19 +211,14 @@ class ReplicaCaller:
             selector = self._selector
             return selector.rank(selector.key_of(call), exclude, selector.cacheable(call))
 
-    @contextlib.contextmanager
-    def tracked(self, call: AnyCall, ranked: Sequence[str], tried: set[str]) -> Iterator[Route]:
+    def tracked(self, call: AnyCall, ranked: Sequence[str], tried: set[str]) -> "TrackedCall":
         """Counts the call as load of the first replica of `ranked`, or of the one that the router chooses.
 
-        Yields:
-            The route of the call. When the block ends, the replica that the call did go to is added to `tried`.
+        Returns:
+            A block that gives the route of the call. When it ends, the replica that the call did go to is added to
+            `tried`.
         """
-        work = self._admission.work(call)
-        ticket = self.loads.send(ranked[0] if ranked else "", work.tokens, work.tenant, work.priority)
-        try:
-            yield Route(tuple(ranked), ticket)
-        finally:
-            tried.add(self.loads.close(ticket))
+        return TrackedCall(self.loads, self._admission.work(call), ranked, tried)
 
     def report_load(self, route: Route, reply: object) -> None:
         """Notes the load that the reply carries."""
@@ -191,10 +234,9 @@ class ReplicaCaller:
         """Returns the reply to a call that was made. Raises RetryableError or ApiError."""
         first = common(call)
         try:
-            with self.errors(route):
-                async with asyncio.timeout(first.timeout_s + GRACE_S) as alarm:
-                    self._alarms[route.ticket] = alarm
-                    reply: object = await response
+            limit = self._limits[route.ticket] = TimeLimit(first.timeout_s + GRACE_S)
+            with self.errors(route), limit:
+                reply: object = await response
         except TimeoutError:
             response.cancel()
             raise (left_behind() if route.ticket in self._left else deadline_passed()) from None
@@ -202,7 +244,7 @@ class ReplicaCaller:
             response.cancel()
             raise
         finally:
-            self._alarms.pop(route.ticket, None)
+            self._limits.pop(route.ticket, None)
             self._left.discard(route.ticket)
         self.report_load(route, reply)
         check(reply, first.isolated)
@@ -210,35 +252,19 @@ class ReplicaCaller:
 
     def leave(self, replicas: Collection[str]) -> None:
         """Ends the calls that wait for these replicas, so that they are sent to others."""
-        now = asyncio.get_running_loop().time()
-        for ticket, alarm in self._alarms.items():
-            if self.loads.where(ticket) in replicas and not alarm.expired():
+        for ticket, limit in self._limits.items():
+            if self.loads.where(ticket) in replicas:
                 self._left.add(ticket)
-                alarm.reschedule(now)
+                limit.expire()
 
     def check_others(self, error: RetryableError, call: AnyCall, tried: set[str]) -> None:
         """Raises ApiError `overloaded` once every replica was too busy, with the time until one will not be."""
         if error.cause == "busy" and self.loads.replicas and tried.issuperset(self.loads.replicas):
             raise overloaded(self._admission.wait_s(self._admission.work(call), common(call).timeout_s)) from None
 
-    @contextlib.contextmanager
-    def errors(self, route: Route) -> Iterator[None]:
-        """Turns what a transport raises into RetryableError or ApiError.
-
-        A replica that was stopped on purpose and then ended casts no suspicion on its requests.
-        """
-        try:
-            with transport_errors():
-                yield
-        except RetryableError as error:
-            if error.isolated and self.loads.has_left(self.loads.where(route.ticket)):
-                raise RetryableError("unavailable", error.error) from None
-            raise
-        except asyncio.CancelledError:
-            running = asyncio.current_task()
-            if running is not None and running.cancelling():
-                raise
-            raise cut_short() from None  # it was the call that was cancelled, by the replica
+    def errors(self, route: Route) -> "CallErrors":
+        """Returns a block that turns what a transport raises into RetryableError or ApiError."""
+        return CallErrors(self.loads, route)
 
     def check_ready(self) -> None:
         """Raises ApiError where the call would wait in this process until a replica exists."""

@@ -21,6 +21,7 @@ from deployments.protocol import (
     PromptChunk,
     PromptScores,
     ReplicaTransport,
+    ReplyStream,
     Route,
     common,
     with_fields,
@@ -212,34 +213,32 @@ class ResumableStreams:
         self, call: GenerateCall, epoch: int, route: Route, state: RetryState
     ) -> AsyncGenerator[object, None]:
         responses = self._transport.stream(call, route, epoch)
-        stream = _OpenStream(route.ticket)
+        stream = _OpenStream(route.ticket, self._loop.time() + common(call).timeout_s + GRACE_S)
         self._open.add(stream)
         if self._cut:
             stream.give_up(self._loop.time())
-        end = self._loop.time() + common(call).timeout_s + GRACE_S
         over = False
         try:
-            while stream.until is None or self._loop.time() < stream.until:
+            while True:
                 try:
                     with self._caller.errors(route):
-                        async with asyncio.timeout_at(min(end, stream.until or end)) as stream.alarm:
-                            reply = await responses.__anext__()
+                        reply = await stream.read(responses)
                 except StopAsyncIteration:
                     over = True
                     return
                 self._caller.report_load(route, reply)
                 check(reply, state.isolated)
                 yield reply
-            raise TimeoutError
         except TimeoutError:
             raise self._why(stream) from None
         finally:
+            stream.close()
             self._open.discard(stream)
             if not over:
                 responses.cancel()
 
     def _why(self, stream: "_OpenStream") -> Exception:
-        if stream.until is None:
+        if not stream.given_up:
             return deadline_passed()
         if stream.left_behind and not self._cut:
             return left_behind()
@@ -264,19 +263,58 @@ class ResumableStreams:
 
 
 class _OpenStream:
-    """Represents a stream that is being read. `until` is when its reader gives it up, on the loop's clock."""
+    """Represents a stream that is being read, until its deadline or until its reader gives it up."""
 
-    def __init__(self, ticket: int) -> None:
+    def __init__(self, ticket: int, until: float) -> None:
+        """`until`: the deadline, on the running loop's clock."""
         self.ticket = ticket
-        self.until: float | None = None
         self.left_behind = False  # its replica answers no canary
-        self.alarm: asyncio.Timeout | None = None
+        self.given_up = False
+        self._until = until
+        self._over = False
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_at(until, self._expire)
+        self._reader: asyncio.Task[object] | None = None  # while it waits
+
+    async def read(self, replies: ReplyStream) -> object:
+        """Returns the next reply.
+
+        Raises:
+            StopAsyncIteration: the stream has ended.
+            TimeoutError: its time is over.
+        """
+        if self._is_over():
+            raise TimeoutError
+        task = self._reader = asyncio.current_task(self._loop)
+        if task is None:
+            raise RuntimeError("A stream is read by a task.")
+        before = task.cancelling()
+        try:
+            return await replies.__anext__()
+        except asyncio.CancelledError:
+            if self._is_over() and task.uncancel() <= before:
+                raise TimeoutError from None
+            raise
+        finally:
+            self._reader = None
 
     def give_up(self, at: float) -> None:
-        self.until = at if self.until is None else min(at, self.until)
-        if self.alarm is not None and not self.alarm.expired():
-            with contextlib.suppress(RuntimeError):  # no read is waiting: the reader checks `until` before the next
-                self.alarm.reschedule(self.until)
+        """Ends the stream at a time on the loop's clock, if it has not ended."""
+        self._until = min(at, self._until)
+        self.given_up = True
+        self._timer.cancel()
+        self._timer = self._loop.call_at(self._until, self._expire)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _is_over(self) -> bool:
+        return self._over
+
+    def _expire(self) -> None:
+        self._over = True
+        if self._reader is not None:
+            self._reader.cancel()
 
 
 def ended_by_drain() -> ApiError:

@@ -81,7 +81,7 @@ class LocalHandle:
             self.calls += 1
             name = next(iter(self._servers))
             if route is not None:
-                name = next(name for name in route.replicas if name in self._servers)
+                name = next((known for known in route.replicas if known in self._servers), name)
                 self._loads.moved(route.ticket, name)
             called = getattr(self._servers[name], method)(*arguments)
             return LocalStream(called) if method == "stream" else LocalCall(called)

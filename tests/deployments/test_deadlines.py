@@ -83,7 +83,7 @@ async def test_what_waits_for_a_tokenizer_thread_past_its_deadline_is_not_tokeni
     """The threads' queue is the only one that an ingress has."""
     client = client_of(ApiSettings(tokenizer_threads=1, deadlines=DeadlineArgs(scoring_s=0.2, generation_s=0.2)))
     free, calls = threading.Event(), list[int]()
-    tokenizer = api_of(client.app).tokenizer
+    tokenizer = client.app.handler.tokenizer
     encode = type(tokenizer).encode_batch
 
     def slow(self: Any, texts: Any, **options: Any) -> Any:
@@ -101,17 +101,10 @@ async def test_what_waits_for_a_tokenizer_thread_past_its_deadline_is_not_tokeni
         free.set()
         assert [answer.status_code for answer in answers] == [408] * 4
         started = len(calls)
-        await asyncio.to_thread(api_of(client.app)._threads.submit(lambda: None).result, 10)
+        await asyncio.to_thread(client.app.handler._threads.submit(lambda: None).result, 10)
     assert started == 1
     assert len(calls) - started <= 1, "the one that had a thread may end; the others never start"
     assert not backend.tasks and not backend.score_tasks
-
-
-def api_of(app: Any) -> Any:
-    """The RequestHandler that an app's routes close over."""
-    route = next(route for route in app.router.routes if getattr(route, "path", "") == "/tokenize")
-    cells = dict(zip(route.endpoint.__code__.co_freevars, route.endpoint.__closure__, strict=True))
-    return cells["handler"].cell_contents
 
 
 @pytest.mark.risk("R6")

@@ -210,3 +210,21 @@ async def test_http_1_0_gets_a_stream_in_one_piece_with_its_length() -> None:
         {"type": "http.response.body", "body": b"ok"},
     ]
     assert await sent_by(whole, "1.0") == whole
+
+
+@pytest.mark.parametrize("watched", [True, False])
+async def test_serve_watches_clients_only_where_the_application_does_not(watched: bool) -> None:
+    """In fast mode the middleware stands in the ingress's own process, and the application watches its clients."""
+    seen: list[Headers] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["headers"])
+
+    given_headers = [(b"x-request-disconnect-disabled", b"?1"), (b"host", b"a")]
+    await ProxyMiddleware(app, watched=watched)({"type": "http", "headers": given_headers}, None, None)  # type: ignore[arg-type]
+    assert parse_disconnect_disabled_header(dict(seen[0])) is not watched
+
+
+def test_outside_of_an_ingress_serve_watches() -> None:
+    (middleware,) = middlewares()
+    assert middleware.kwargs == {"watched": True}

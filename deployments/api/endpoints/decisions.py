@@ -34,7 +34,7 @@ async def decisions(handler: RequestHandler, context: RequestContext) -> Respons
     body = await handler.parse(context, wire.DecisionRequest)
     card = await handler.language_model(body.model, context.route)
     plan = await _prepare(handler, context, body, card)
-    async with handler.deadline(context, handler.settings.deadlines.scoring_s):
+    with handler.deadline(context, handler.settings.deadlines.scoring_s):
         requests = _requests(handler, context, body, plan)
         replies = [await handler.backend.score(request, all_or_nothing=True) for request in requests]
     compute_s, head_s = (sum(getattr(reply, name) for reply in replies) for name in ("compute_s", "head_s"))

@@ -112,7 +112,7 @@ async def submit_rows(
         priority=context.priority(body.priority),
         timeout_s=context.timeout_s(limit_s),
     )
-    async with handler.deadline(context, limit_s):
+    with handler.deadline(context, limit_s):
         reply = await handler.backend.likelihood(request, all_or_nothing=body.on_item_error == "fail")
     handler.report_compute(context, reply.queue_s, reply.compute_s, reply.head_s)
     return reply

@@ -145,7 +145,7 @@ async def submit_rows(
         priority=context.priority(priority),
         timeout_s=context.timeout_s(limit_s),
     )
-    async with handler.deadline(context, limit_s):
+    with handler.deadline(context, limit_s):
         reply = await handler.backend.score(request, all_or_nothing)
     handler.report_compute(context, reply.queue_s, reply.compute_s, reply.head_s)
     return reply
@@ -191,7 +191,7 @@ async def submit_pooling(
         priority=context.priority(priority),
         timeout_s=context.timeout_s(limit_s),
     )
-    async with handler.deadline(context, limit_s):
+    with handler.deadline(context, limit_s):
         reply = await handler.backend.pooling(request, all_or_nothing=True)
     handler.report_compute(context, reply.queue_s, reply.compute_s, reply.head_s)
     return reply

@@ -95,9 +95,8 @@ async def chat_ids(
         special, maximum = bool(body.add_special_tokens), handler.limits[limit]
         return encode_parts(handler.tokenizer, parts, add_special_tokens=special, max_tokens=maximum)
 
-    async with handler.deadline(context, handler.settings.deadlines.generation_s):
-        with handler.stage(context, "tokenize"):
-            ids = await handler.in_thread(encode)
+    with handler.deadline(context, handler.settings.deadlines.generation_s), handler.stage("tokenize"):
+        ids = await handler.in_thread(encode)
     if not ids:
         raise invalid("messages", "such that the chat template writes something", "messages without text")
     return ids

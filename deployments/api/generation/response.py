@@ -13,7 +13,7 @@ from deployments.api.generation.request_builder import GenerationPlan
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generation import GenerationRequest
-from deployments.api.sse import DONE, EventStream, event
+from deployments.api.sse import DONE, EventStream, event, json_bytes
 from deployments.errors import from_failure
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import Failure, PromptChunk, PromptScores
@@ -91,6 +91,7 @@ class GenerationRun:
         self._drafted = self._accepted = 0
         self._first = True
         self._timing = TokenTiming()
+        self._event_head = b""
         self.streamed = False  # the client gets tokens as they come
 
     def push(self, item: PromptChunk) -> list[tuple[ChoiceState, Delta]]:
@@ -170,6 +171,13 @@ class GenerationRun:
             usage["speculation"] = {"drafted": self._drafted, "accepted": self._accepted}
         return usage
 
+    def event(self, part: dict[str, Any], more: dict[str, Any] | None) -> bytes:
+        """Returns the event of one choice's part, with more fields after it. Its beginning is written once a stream."""
+        if not self._event_head:
+            self._event_head = event({**self.head(self.format.part), "choices": []}).removesuffix(b"]}\n\n")
+        tail = b"]" if more is None else b"]," + json_bytes(more)[1:-1]
+        return b"".join((self._event_head, json_bytes(part), tail, b"}\n\n"))
+
     def head(self, kind: str) -> dict[str, Any]:
         """Returns the fields that begin an answer or an event. `kind`: its `object`."""
         return {"id": self.plan.id, "object": kind, "created": self.created, "model": self.model}
@@ -190,7 +198,7 @@ async def answer(run: GenerationRun, body: GenerationRequest) -> Response:
         run.streamed = True
         events = _stream(run, usage, bool(options and options.continuous_usage_stats))
         return EventStream(events, context=context, settings=handler.settings.stream, observer=handler.observer)
-    async with handler.deadline(context, handler.settings.deadlines.generation_s):
+    with handler.deadline(context, handler.settings.deadlines.generation_s):
         merged = await _collect(run)
     run.ended()
     return await handler.sized_json(context, run.size(), partial(_whole, run, merged))
@@ -246,18 +254,19 @@ def _whole(run: GenerationRun, merged: list[list[Delta]]) -> dict[str, Any]:
 async def _stream(run: GenerationRun, usage: bool, continuous: bool) -> AsyncIterator[bytes]:
     """Yields the events of each reply as one piece, then the usage if requested, then `[DONE]`."""
     handler, context = run.handler, run.context
-    async with handler.deadline(context, handler.settings.deadlines.generation_s), _replies(run) as replies:
-        async for chunks in replies:
-            run.record_arrival(chunks)
-            opening = run.plan.prompt_options.echo and not all(choice.started for choice in run.choices)
-            size = run.prompt_size() if opening else 0
-            data = b"".join(await handler.off_loop(size, _events, run, chunks, usage, continuous))
-            if data:
-                yield data
-            if run.finished:
-                break
-        if not run.finished:
-            raise RuntimeError("The backend ended before every choice had a finish reason.")
+    with handler.deadline(context, handler.settings.deadlines.generation_s):
+        async with _replies(run) as replies:
+            async for chunks in replies:
+                run.record_arrival(chunks)
+                opening = run.plan.prompt_options.echo and not all(choice.started for choice in run.choices)
+                size = run.prompt_size() if opening else 0
+                data = b"".join(await handler.off_loop(size, _events, run, chunks, usage, continuous))
+                if data:
+                    yield data
+                if run.finished:
+                    break
+            if not run.finished:
+                raise RuntimeError("The backend ended before every choice had a finish reason.")
     run.ended()
     if usage:
         yield event({**run.head(run.format.part), "choices": [], "usage": run.usage()})
@@ -270,8 +279,6 @@ def _events(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, co
     for choice, delta in found:
         first, choice.started = not choice.started, True
         for part in run.format.parts(run.plan, choice, delta, first):
-            body = {**run.head(run.format.part), "choices": [part]}
-            if usage or continuous:
-                body["usage"] = run.usage() if continuous else None
-            events.append(event(body))
+            counts = run.usage() if continuous else None
+            events.append(run.event(part, {"usage": counts} if usage or continuous else None))
     return events
