@@ -80,8 +80,7 @@ class _TorchStep:
         self._queries = batch.qo_indptr.numpy().astype(np.int64)
         self._attended = batch.kv_indptr.numpy().astype(np.int64)
         self._indices = batch.kv_indices
-        self._cascade = batch.cascade
-        self._blocks: list[_Block] | None = None
+        self._whole_blocks: list[_Block] | None = None
         self._own_blocks: list[_Block] = []
         self._spans: list[_Span] = []
         if (cascade := batch.cascade) is not None:
@@ -93,20 +92,30 @@ class _TorchStep:
                 if end > start
             ]
             self._own_blocks = _blocks(self._queries, cascade.own_indptr.numpy(), cascade.own_indices)
+        self._single: _Block | None = None  # all of a decode step
+        if batch.single and batch.cascade is None and len(blocks := self._blocks()) == 1:
+            self._single = blocks[0]
+
+    def _blocks(self) -> list[_Block]:
+        """Returns the blocks of all that the step attends to, in one level."""
+        if self._whole_blocks is None:
+            self._whole_blocks = _blocks(self._queries, self._attended, self._indices)
+        return self._whole_blocks
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         keys, values = call.keys.flatten(1), call.values.flatten(1)
         keys.index_copy_(0, self._write_slots, call.k_TGD.flatten(1).to(keys.dtype))
         values.index_copy_(0, self._write_slots, call.v_TGE.flatten(1).to(values.dtype))
+        fused = call.softcap == NO_SOFTCAP and call.sinks is None
+        if fused and self._single is not None:
+            return _attend_single(call, self._single)
         out = call.q_THD.new_empty((*call.q_THD.shape[:2], call.v_TGE.shape[2]))
-        if call.softcap != NO_SOFTCAP or call.sinks is not None:
-            self._attend_unfused(call, out)
+        if not fused:
+            self._attend_one_by_one(call, out)
         elif self._spans and call.window == NO_WINDOW and call.q_THD.shape[2] == call.v_TGE.shape[2]:
             self._attend_in_levels(call, out)
         else:
-            if self._blocks is None:
-                self._blocks = _blocks(self._queries, self._attended, self._indices)
-            for block in self._blocks:
+            for block in self._blocks():
                 _attend_block(call, block, out)
         return out
 
@@ -122,7 +131,7 @@ class _TorchStep:
             weight = torch.sigmoid(logsum[0].T - logsums[tokens])[:, :, None].to(out_THE.dtype)
             out_THE[tokens] = torch.lerp(out_THE[tokens], found[0].transpose(0, 1), weight)
 
-    def _attend_unfused(self, call: AttentionCall, out_THE: torch.Tensor) -> None:
+    def _attend_one_by_one(self, call: AttentionCall, out_THE: torch.Tensor) -> None:
         """Attends in one sequence after another."""
         for index in range(len(self._queries) - 1):
             tokens = slice(*self._queries[index : index + 2].tolist())
@@ -195,6 +204,20 @@ def _gathered(call: AttentionCall, slots: torch.Tensor, count: int) -> tuple[tor
     return k, v
 
 
+def _single_tokens(
+    q_BHD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Returns [B, H, E]. The query heads of a key head count as tokens of one head, which read its keys together."""
+    q = q_BHD.reshape(len(q_BHD), k.shape[1], -1, q_BHD.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).reshape(*q_BHD.shape[:2], -1)
+
+
+def _attend_single(call: AttentionCall, block: _Block) -> torch.Tensor:
+    """Attends in the sequences of a step of single tokens, which are one block: [T, H, E]."""
+    k, v = _gathered(call, block.slots, block.shape[0])
+    return _single_tokens(call.q_THD, k, v, block.mask(call.window, call.q_THD.dtype), call.scale)
+
+
 def _attend_block(
     call: AttentionCall, block: _Block, out_THE: torch.Tensor, logsums_TH: torch.Tensor | None = None
 ) -> None:
@@ -202,24 +225,20 @@ def _attend_block(
     (count, n, _), heads = block.shape, call.q_THD.shape[1]
     k, v = _gathered(call, block.slots, count)
     q = call.q_THD if block.tokens is None else call.q_THD.index_select(0, block.tokens)
-    q = q.view(count, n, heads, -1).transpose(1, 2)
+    q = q.reshape(count, n, heads, -1).transpose(1, 2)
     triangular = block.triangular and call.window == NO_WINDOW
     mask = None if triangular else block.mask(call.window, q.dtype)
     if logsums_TH is not None:
         found, logsums = _flash(q, k, v, 0.0, triangular, attn_mask=mask, scale=call.scale)
         logsums = logsums.transpose(1, 2).reshape(count * n, heads)
-    elif n == 1:  # the query heads of a key head, as if they were tokens
-        found = F.scaled_dot_product_attention(q.view(count, k.shape[1], -1, q.shape[3]), k, v, mask, scale=call.scale)
+    elif n == 1:
+        found = _single_tokens(q[:, :, 0], k, v, mask, call.scale)
     else:
         grouped = heads != k.shape[1]
         found = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=triangular, scale=call.scale, enable_gqa=grouped
         )
-    rows = (
-        found.view(count, heads, n, -1).transpose(1, 2).reshape(count * n, heads, -1)
-        if n > 1
-        else found.reshape(count, heads, -1)
-    )
+    rows = found if n == 1 and found.ndim == 3 else found.transpose(1, 2).reshape(count * n, heads, -1)
     tokens = block.tokens
     if block.unpadded is not None and tokens is not None:
         tokens, rows = tokens[block.unpadded], rows[block.unpadded]
@@ -241,137 +260,6 @@ def _visible(queries: int, attended: int, window: int, device: torch.device) -> 
     at = torch.arange(attended - queries, attended, device=device)[:, None]
     seen = torch.arange(attended, device=device)[None, :]
     return seen <= at if window == NO_WINDOW else (seen <= at) & (seen > at - window)
-
-
-def _attend_unfused(self, call: AttentionCall, out_THE: torch.Tensor) -> None:
-    """Attends in one sequence after another."""
-    for index in range(len(self._queries) - 1):
-        tokens = slice(*self._queries[index : index + 2].tolist())
-        slots = self._indices[slice(*self._attended[index : index + 2].tolist())].long()
-        k, v = (one[0] for one in _gathered(call, slots, 1))
-        mixed = _attend_unfused(call.q_THD[tokens].transpose(0, 1), k, v, call)
-        out_THE[tokens] = mixed.transpose(0, 1)
-
-
-_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # the call that gives log-sum-exps
-
-
-def _blocks(queries: Int64s, attended: Int64s, indices: torch.Tensor) -> list[_Block]:
-    """Lays all sequences of a step in blocks, those of like sizes together.
-
-    Args:
-        queries: [S + 1] where each sequence's new tokens begin, and where the last one's end.
-        attended: [S + 1] the same for `indices`.
-        indices: [A] slots that the sequences attend to.
-    """
-    sizes, lengths = np.diff(queries), np.diff(attended).astype(np.int64)
-    order = np.lexsort((lengths, sizes))[::-1]
-    blocks, start = [], 0
-    while start < len(order):
-        n, a = int(sizes[order[start]]), 0
-        end, area = start, 0
-        while end < len(order):
-            size, length = int(sizes[order[end]]), int(lengths[order[end]])
-            a_with, count = max(a, length), end - start + 1
-            area += size * length
-            padded = count * n * a_with
-            if end > start and (padded > max(MIN_AREA, MAX_PADDING * area) or count * a_with > MAX_ATTENDED):
-                break
-            a, end = a_with, end + 1
-        chosen = np.sort(order[start:end])
-        blocks.append(_block(queries, attended, indices, chosen, n, a))
-        start = end
-    return blocks
-
-
-def _block(queries: Int64s, attended: Int64s, indices: torch.Tensor, chosen: Int64s, n: int, a: int) -> _Block:
-    sizes, lengths = queries[chosen + 1] - queries[chosen], attended[chosen + 1] - attended[chosen]
-    new = np.minimum(np.arange(n), sizes[:, None] - 1)  # [B, n]
-    at = np.minimum(np.arange(a), lengths[:, None] - 1)  # [B, a]
-    places = torch.from_numpy(new + (lengths - sizes)[:, None])
-    padded = bool((sizes < n).any())
-    whole = not padded and len(chosen) == len(queries) - 1
-    device = indices.device
-
-    def moved(array: Int64s) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
-    return _Block(
-        shape=(len(chosen), n, a),
-        tokens=None if whole else moved((queries[chosen][:, None] + new).ravel()),
-        slots=indices.index_select(0, moved((attended[chosen][:, None] + at).ravel())).long(),
-        places=places.to(device),
-        unpadded=moved(np.flatnonzero(np.arange(n) < sizes[:, None])) if padded else None,
-        triangular=bool((sizes == n).all() and (lengths == n).all()),
-        masks={},
-    )
-
-
-def _gathered(call: AttentionCall, slots: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the keys [B, G, a, D] and values [B, G, a, E] of `count` sequences, whose slots are i64 [B a]."""
-    k, v = (
-        storage.flatten(1).index_select(0, slots).view(count, -1, *storage.shape[2:]).transpose(1, 2)
-        for storage in (call.keys, call.values)
-    )
-    return k, v
-
-
-def _attend_block(
-    call: AttentionCall, block: _Block, out_THE: torch.Tensor, logsums_TH: torch.Tensor | None = None
-) -> None:
-    """Attends in the sequences of a block, and writes the results of their tokens, and log-sum-exps where wanted."""
-    (count, n, _), heads = block.shape, call.q_THD.shape[1]
-    k, v = _gathered(call, block.slots, count)
-    q = call.q_THD if block.tokens is None else call.q_THD.index_select(0, block.tokens)
-    q = q.view(count, n, heads, -1).transpose(1, 2)
-    triangular = block.triangular and call.window == NO_WINDOW
-    mask = None if triangular else block.mask(call.window, q.dtype)
-    if logsums_TH is not None:
-        found, logsums = _flash(q, k, v, 0.0, triangular, attn_mask=mask, scale=call.scale)
-        logsums = logsums.transpose(1, 2).reshape(count * n, heads)
-    elif n == 1:  # the query heads of a key head, as if they were tokens
-        found = F.scaled_dot_product_attention(q.view(count, k.shape[1], -1, q.shape[3]), k, v, mask, scale=call.scale)
-    else:
-        grouped = heads != k.shape[1]
-        found = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=triangular, scale=call.scale, enable_gqa=grouped
-        )
-    rows = (
-        found.view(count, heads, n, -1).transpose(1, 2).reshape(count * n, heads, -1)
-        if n > 1
-        else found.reshape(count, heads, -1)
-    )
-    tokens = block.tokens
-    if block.unpadded is not None and tokens is not None:
-        tokens, rows = tokens[block.unpadded], rows[block.unpadded]
-        logsums = None if logsums_TH is None else logsums[block.unpadded]
-    if tokens is None:
-        out_THE.copy_(rows)
-        if logsums_TH is not None:
-            logsums_TH.copy_(logsums)
-    else:
-        out_THE.index_copy_(0, tokens, rows)
-        if logsums_TH is not None:
-            logsums_TH.index_copy_(0, tokens, logsums)
-
-
-def _visible(queries: int, attended: int, window: int, device: torch.device) -> torch.Tensor | None:
-    """Returns the mask bool [n, a] of n queries that are the last of a tokens; None where every query sees all."""
-    if queries == 1 and (window == NO_WINDOW or attended <= window):
-        return None
-    at = torch.arange(attended - queries, attended, device=device)[:, None]
-    seen = torch.arange(attended, device=device)[None, :]
-    return seen <= at if window == NO_WINDOW else (seen <= at) & (seen > at - window)
-
-
-def _attend_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    """Attends in one sequence by torch's fused kernel: q [H, n, D], k [G, a, D], v [G, a, E] -> [H, n, E]."""
-    mask = _visible(q.shape[1], k.shape[1], call.window, q.device)
-    grouped = q.shape[0] != k.shape[0]
-    out = F.scaled_dot_product_attention(
-        q[None], k[None], v[None], attn_mask=mask, scale=call.scale, enable_gqa=grouped
-    )
-    return out[0]
 
 
 def _attend_unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> torch.Tensor:
