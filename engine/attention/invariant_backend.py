@@ -30,6 +30,7 @@ class InvariantAttention:
     """Implements `AttentionBackend` on one device."""
 
     cascade_ratio: float | None = None  # a shared context in two levels would merge its parts in another order
+    min_cascade_context: int | None = None
 
     def __init__(self, device: torch.device, max_model_len: int) -> None:
         self.device, self.part = device, part_of(max_model_len)

@@ -9,7 +9,7 @@ shares, and equal ones end one after another where equal shares would end them a
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -177,6 +177,12 @@ class FairQueue(Generic[R]):
     def __iter__(self) -> Iterator[R]:
         flows = (flow for group in self._classes.values() for flow in group.flows.values())
         return (request for flow in flows for request in flow.requests.values())
+
+    def by_tenant(self) -> Iterator[tuple[Hashable, int, Iterable[R]]]:
+        """Returns each tenant's requests of one priority: (tenant, priority, requests in order of arrival)."""
+        for priority, group in self._classes.items():
+            for tenant, flow in group.flows.items():
+                yield tenant, priority, flow.requests.values()
 
     def first(self) -> R:
         """Returns the request of the first priority class that arrived first.

@@ -250,13 +250,17 @@ class Scheduler:
         Returns:
             False where a row is to be taken once the step in flight has finished.
         """
-        if self._over_share and not any(one.tenant not in self._over_share and _waits(one) for one in self.prompts):
+        if not self.prompts or (self.table.free and not self._no_room and not self._over_share):
+            return True
+        # Nearly all requests of the queue wait, so that one or two of each tenant are looked at.
+        tenants = self.prompts.by_tenant()
+        waiting = {tenant: priority for tenant, priority, requests in tenants if any(map(_waits, requests))}
+        if self._over_share.issuperset(waiting):
             self._over_share = frozenset()
-        if not self.prompts or (self.table.free and not self._no_room):
+        if self.table.free and not self._no_room:
             return True
         rows = [one for one in self.table.sequences if one is not None and _may_yield(one)]
         held = Counter(sequence.parent.tenant for sequence in rows)
-        waiting = {state.tenant: state.priority for state in self.prompts if _waits(state)}
         share = max(1, len(rows) // len(held.keys() | waiting.keys()))
         needy = [priority for tenant, priority in waiting.items() if held[tenant] < share]
         over = [one for one in rows if held[one.parent.tenant] > share and one.parent.priority >= min(needy, default=0)]
