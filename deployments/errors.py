@@ -58,33 +58,27 @@ class ErrorKind(NamedTuple):
 
 
 _INVALID = "invalid_request_error"
+
+
+def _kinds(status: int, type: str, *codes: Code, retry: bool | None = None) -> dict[Code, ErrorKind]:
+    return dict.fromkeys(codes, ErrorKind(status, type, retry))
+
+
 ERROR_KINDS: dict[Code, ErrorKind] = {
-    "invalid_json": ErrorKind(400, _INVALID),
-    "invalid_header": ErrorKind(400, _INVALID),
-    "unsupported_parameter": ErrorKind(400, _INVALID),
-    "context_length_exceeded": ErrorKind(400, _INVALID),
-    "invalid_api_key": ErrorKind(401, "authentication_error"),
-    "permission_denied": ErrorKind(403, "permission_error"),
-    "model_not_found": ErrorKind(404, "not_found_error"),
-    "not_found": ErrorKind(404, "not_found_error"),
-    "method_not_allowed": ErrorKind(405, _INVALID),
-    "deadline_exceeded": ErrorKind(408, "timeout_error", retry=False),
-    "body_too_large": ErrorKind(413, _INVALID),
-    "request_too_large": ErrorKind(413, _INVALID),
-    "unsupported_media_type": ErrorKind(415, _INVALID),
-    "invalid_value": ErrorKind(422, _INVALID),
-    "invalid_token_id": ErrorKind(422, _INVALID),
-    "label_not_single_token": ErrorKind(422, _INVALID),
-    "duplicate_label": ErrorKind(422, _INVALID),
-    "quarantined_request": ErrorKind(422, _INVALID),
-    "overloaded": ErrorKind(429, "rate_limit_error", retry=True),
-    "quota_exceeded": ErrorKind(429, "rate_limit_error", retry=True),
-    "internal_error": ErrorKind(500, "server_error"),
-    "nonfinite_logits": ErrorKind(500, "server_error", retry=False),
-    "not_ready": ErrorKind(503, "server_error", retry=True),
-    "draining": ErrorKind(503, "server_error", retry=True),
-    "no_replica": ErrorKind(503, "server_error", retry=True),
-    "replica_lost": ErrorKind(503, "server_error", retry=True),
+    **_kinds(400, _INVALID, "invalid_json", "invalid_header", "unsupported_parameter", "context_length_exceeded"),
+    **_kinds(401, "authentication_error", "invalid_api_key"),
+    **_kinds(403, "permission_error", "permission_denied"),
+    **_kinds(404, "not_found_error", "model_not_found", "not_found"),
+    **_kinds(405, _INVALID, "method_not_allowed"),
+    **_kinds(408, "timeout_error", "deadline_exceeded", retry=False),
+    **_kinds(413, _INVALID, "body_too_large", "request_too_large"),
+    **_kinds(415, _INVALID, "unsupported_media_type"),
+    **_kinds(422, _INVALID, "invalid_value", "invalid_token_id", "label_not_single_token", "duplicate_label"),
+    **_kinds(422, _INVALID, "quarantined_request"),
+    **_kinds(429, "rate_limit_error", "overloaded", "quota_exceeded", retry=True),
+    **_kinds(500, "server_error", "internal_error"),
+    **_kinds(500, "server_error", "nonfinite_logits", retry=False),
+    **_kinds(503, "server_error", "not_ready", "draining", "no_replica", "replica_lost", retry=True),
 }
 _RENAMED: dict[ErrorCode, Code] = {  # codes of the engine that clients see under another name
     ErrorCode.STEP_FAILED: "internal_error",

@@ -5,7 +5,7 @@ Shape legend: R rows, V vocabulary, C ids a row.
 
 import torch
 
-from gpu_sampler.kernels.sample import report_scores
+from gpu_sampler.kernels import sample
 from gpu_sampler.kernels.softmax_stats import softmax_stats
 from gpu_sampler.output import OutputWords, SampleOutput
 from gpu_sampler.sampling_params import INVALID_TOKEN
@@ -55,7 +55,7 @@ def report(
     slots_R = state.slots if rows <= len(state.slots) else torch.zeros(rows, dtype=torch.int32, device=device)
     given = LogitRows(logits_RV, slots_R, state, work, side=False, processed=False)
     splits = softmax_stats(given, masked=False, targets_R=None if tokens_R is None else out.tokens)
-    report_scores(given, out, _as_i32(ids_RC, vocab, device), splits)
+    sample.report(given, out, ids_RC=_as_i32(ids_RC, vocab, device), splits=splits)
     return out
 
 

@@ -40,10 +40,10 @@ from gpu_sampler.kernels.nucleus_fallback import nucleus_fallback
 from gpu_sampler.kernels.nucleus_rejection import nucleus_rejection
 from gpu_sampler.kernels.rejection_sample import FEW_REQUESTS, DraftProbs, rejection_sample
 from gpu_sampler.kernels.sample import report, sample
-from gpu_sampler.kernels.softmax_stats import VerifyRuns, softmax_stats
+from gpu_sampler.kernels.softmax_stats import softmax_stats
 from gpu_sampler.kernels.token_counts import update_token_counts
 from gpu_sampler.kernels.token_rank import token_rank
-from gpu_sampler.kernels.verify_rows import conclude, expand
+from gpu_sampler.kernels.verify_rows import VerifyRuns, conclude, expand
 from gpu_sampler.output import LaunchPlan, OutputWords, SampleOutput, VerifyOutput, VerifyWords
 from gpu_sampler.reference.filters import CANDIDATES
 from gpu_sampler.reference.sample import branch
@@ -401,16 +401,15 @@ class TritonSampler:
         out = VerifyWords.empty(requests, steps, plan.n_top, plan.n_chosen, self._device).split()
         if not requests:
             return out
-        runs, state, ids, kinds = self._runs_of(requests, steps), self.device_state, proposal.draft_ids, proposal.kind
-        work = self.reserve(len(logits_RV))
-        beside = None
-        if plan.masked or {"apply_logits_processors", "update_token_counts"} & {*plan.kernels}:
-            expand(state, runs, slots_B, ids, kinds, work, rules)
-        else:
-            beside = slots_B, VerifyRuns(runs, ids, kinds, rules)
+        state, work = self.device_state, self.reserve(len(logits_RV))
+        runs = VerifyRuns(self._runs_of(requests, steps), proposal.draft_ids, proposal.kind, rules)
+        expands = plan.masked or bool({"apply_logits_processors", "update_token_counts"} & {*plan.kernels})
+        if expands:
+            expand(state, slots_B, runs, work)
         drawn_R = torch.empty(len(logits_RV), dtype=torch.int32, device=self._device)
         own = out.rows()._replace(tokens=drawn_R)
-        rows, _ = self._draw(logits_RV, runs.slots[: len(logits_RV)], runs, plan, own, kept=True, beside=beside)
+        beside, slots_R = None if expands else (slots_B, runs), runs.state.slots[: len(logits_RV)]
+        rows, _ = self._draw(logits_RV, slots_R, runs.state, plan, own, kept=True, beside=beside)
         q_best = q_total = work.floats  # stand where nothing is read
         if proposal.q_logits is not None:
             q_best, q_total = dense_totals(proposal, slots_B, state.table)
@@ -444,7 +443,7 @@ class TritonSampler:
             return out
         runs, work = self._runs_of(requests, offset), self.reserve(requests)
         before = self._draft_ids[:, :offset].index_select(0, slots_B)
-        expand(self.device_state, runs, slots_B, before, self._ones, work, rules, last=True)
+        expand(self.device_state, slots_B, VerifyRuns(runs, before, self._ones, rules), work, last=True)
         drawn, plan = OutputWords.empty(requests, None, 0, device).split(), plan._replace(n_top=None, n_chosen=0)
         rows, _ = self._draw(logits_BV, runs.slots[:requests], runs, plan, drawn, kept=True)
         draft_sample(rows, drawn, slots_B, self._draft_ids, out, offset, method, rules)

@@ -32,7 +32,7 @@ from deployments.config.sections import (
 from deployments.config.settings import ApiSettings, ChatSettings, SamplingDefaults
 from deployments.limits import Limits, WireLimits
 from deployments.section import Name, Section
-from engine.config import Costs, EngineConfig, EngineOptions, SamplerConfig, SpeculationConfig
+from engine.config import EngineConfig, EngineOptions, SamplerConfig, SpeculationConfig
 from gpu_sampler.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingLimits
 from scoring.decisions import MAX_CODES
 from scoring.errors import ScoringLimits
@@ -111,11 +111,8 @@ class AppArgs(Section):
     def engine_config(self) -> EngineConfig:
         """Returns what a replica's engine is configured with."""
         return EngineConfig(
-            **asdict(self.engine), sampler=self.sampler, speculation=self.speculation, costs=self.costs()
+            **asdict(self.engine), sampler=self.sampler, speculation=self.speculation, costs=self.admission
         )
-
-    def costs(self) -> Costs:
-        return self.admission
 
     def all_limits(self) -> Limits:
         """Returns every limit of requests: the defaults, with what `limits` sets."""

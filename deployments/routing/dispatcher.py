@@ -65,7 +65,7 @@ class Dispatcher:
         self._metrics = metrics
         self._scrape = scrape
         loads = loads or LoadTracker()
-        self._admission = Admission(args.admission, args.costs(), loads)
+        self._admission = Admission(args.admission, args.admission, loads)
         selector = ReplicaSelector(loads, args.router, health.suspects)
         self._caller = ReplicaCaller(health, loads, selector, self._admission, metrics)
         self._batcher = MicroBatcher(transport, self._caller, args.fanout, metrics)

@@ -1,6 +1,8 @@
 """Reports the stages of a start-up, and how long each took."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 
@@ -14,15 +16,9 @@ def silent(stage: str, seconds: float) -> None:
     """Reports nothing; a `StartupProgress`."""
 
 
-class timed:
+@contextmanager
+def timed(stage: str, progress: StartupProgress) -> Iterator[None]:
     """Reports the seconds inside to `progress` under `stage`, unless an exception leaves it."""
-
-    def __init__(self, stage: str, progress: StartupProgress) -> None:
-        self._stage, self._progress = stage, progress
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._progress(self._stage, time.perf_counter() - self._start)
+    start = time.perf_counter()
+    yield
+    progress(stage, time.perf_counter() - start)

@@ -222,7 +222,7 @@ class DraftGraphs:
         return given
 
     def _record(self, size: int, pool: Any) -> list[Any]:
-        """Returns graphs that replay `_run`. Each is replayed when it is recorded: the next one's warm-up reads its
+        """Returns graphs that replay `_step`, one a draft. Each is replayed when it is recorded: the next reads its
         output."""
         recordings, left = list[Any](), None
         for offset in range(self._drafts):
@@ -234,12 +234,6 @@ class DraftGraphs:
 
     def _note_step(self, made: list[_Left], *given: Any) -> None:
         made.append(self._step(*given))
-
-    def _run(self, size: int) -> None:
-        """Runs all steps. Every tensor comes from `_given`, and nothing waits for the device."""
-        left = None
-        for offset in range(self._drafts):
-            left = self._step(size, offset, left)
 
     def _step(self, size: int, offset: int, left: _Left | None) -> _Left:
         """Draws draft `offset` of every row, from what the step before has `left`. The last step stores the results of

@@ -514,38 +514,27 @@ def sample(
     )
 
 
-def report(rows: LogitRows, out: SampleOutput, elsewhere_R: torch.Tensor | None = None) -> None:
-    """Reports raw log-probabilities of rows with overlay or mask, or that FlashInfer drew, in a launch of its own.
+def report(
+    rows: LogitRows,
+    out: SampleOutput,
+    elsewhere_R: torch.Tensor | None = None,
+    *,
+    ids_RC: torch.Tensor | None = None,
+    splits: int = 0,
+) -> None:
+    """Reports raw log-probabilities of rows with overlay or mask, that FlashInfer drew, or that nothing is drawn from.
+
+    It is a launch of its own.
 
     Args:
         rows: the rows, after their tokens were drawn.
         out: the step's outputs with tokens and flags, and with arrays for log-probabilities.
         elsewhere_R: i32 [R], 1 for rows that FlashInfer drew.
+        ids_RC: i32 [R, C], the chosen ids of rows that nothing is drawn from, with a StatelessRows, after their
+            `softmax_stats`; flags are then written. None: rows that were drawn.
+        splits: the number that `softmax_stats` returned for them; where it is 0, ranks are 1.
     """
-    _report(rows, out, rows.state.table[:, Word.CHOSEN :], elsewhere_R, scoring=False, splits=0)
-
-
-def report_scores(rows: LogitRows, out: SampleOutput, ids_RC: torch.Tensor, splits: int) -> None:
-    """Reports log-probabilities of rows that nothing is drawn from, after their `softmax_stats`.
-
-    Args:
-        rows: the rows, with a StatelessRows.
-        out: outputs with given tokens.
-        ids_RC: i32 [R, C] chosen ids.
-        splits: the number that `softmax_stats` returned; where it is 0, ranks are 1.
-    """
-    _report(rows, out, ids_RC, None, scoring=True, splits=splits)
-
-
-def _report(
-    rows: LogitRows,
-    out: SampleOutput,
-    chosen_ids: torch.Tensor,
-    elsewhere_R: torch.Tensor | None,
-    *,
-    scoring: bool,
-    splits: int,
-) -> None:
+    chosen_ids = rows.state.table[:, Word.CHOSEN :] if ids_RC is None else ids_RC
     state, work = rows.state, rows.work
     _report_kernel[(len(rows.logits),)](
         *rows.inputs[:4],
@@ -574,7 +563,7 @@ def _report(
         GROUPS=work.padded_groups,
         HALF=rows.logits.dtype == torch.bfloat16,
         SIDE=rows.side,
-        SCORING=scoring,
+        SCORING=ids_RC is not None,
         PARTS=triton.next_power_of_2(work.tiles),
         num_warps=WARPS,
         **pdl_options(),

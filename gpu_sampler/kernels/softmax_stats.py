@@ -29,8 +29,6 @@ This kernel does not look for NaN and +inf. They leave a group with a sum that i
 such rows and mends them (`mended_groups`).
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -63,11 +61,9 @@ from gpu_sampler.kernels.common import (
     word,
 )
 from gpu_sampler.kernels.draft_probs import run_length
-from gpu_sampler.kernels.verify_rows import code, expand_row
+from gpu_sampler.kernels.verify_rows import VerifyRuns, code, expand_row
 from gpu_sampler.output import RowFlag
 from gpu_sampler.reference.filters import CANDIDATES
-from gpu_sampler.spec_decode import VerifyRules
-from gpu_sampler.state.device_state import VerifyState
 from gpu_sampler.workspace import TILE_GROUPS, LogitRows
 
 _FLAG_BAD_VALUE: tl.constexpr = tl.constexpr(int(RowFlag.BAD_VALUE))
@@ -239,15 +235,6 @@ def _ahead_in(low, high, tile, value, token, TILE_GROUPS: tl.constexpr):
         count += over_tile(((low == value) & (ids < token)).to(tl.int32))
         count += over_tile(((high == value) & (ids + 1 < token)).to(tl.int32))
     return count
-
-
-class VerifyRuns(NamedTuple):
-    """The runs of a verify step whose rows `softmax_stats` reads."""
-
-    state: VerifyState
-    draft_ids: torch.Tensor  # i32 [B, K]
-    kinds: torch.Tensor  # u8 [B]
-    rules: VerifyRules
 
 
 def softmax_stats(

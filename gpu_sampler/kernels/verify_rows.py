@@ -9,6 +9,8 @@
 Shape legend: B requests, K draft steps, R = B (K + 1) rows, S slots, W words of a slot, E entries of all slots.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -226,26 +228,31 @@ def code(rule: Rule) -> int:
     return RULES.index(rule)
 
 
-def expand(
-    state: DeviceState, runs: VerifyState, slots_B: torch.Tensor, draft_ids: torch.Tensor, kinds: torch.Tensor,
-    work: Workspace, rules: VerifyRules, *, last: bool = False,
-) -> None:  # fmt: skip
-    """Fills the state of verify rows.
+class VerifyRuns(NamedTuple):
+    """Names the runs of a step, and the state of their rows, which is filled for them."""
+
+    state: VerifyState
+    draft_ids: torch.Tensor  # i32 [B, K]
+    kinds: torch.Tensor  # u8 [B], ProposalKind
+    rules: VerifyRules
+
+
+def expand(state: DeviceState, slots_B: torch.Tensor, runs: VerifyRuns, work: Workspace, *, last: bool = False) -> None:
+    """Fills the state of the rows of `runs`, and `work.ints`, from that of all slots.
 
     Args:
         state: the state of all slots.
-        runs: the state of the rows, which is written, and `work.ints` with it.
         slots_B: i32 [B], the requests' slots.
-        draft_ids, kinds: i32 [B, K], u8 [B] drafts and ProposalKind.
+        runs: the runs.
         work: the workspace of the rows.
-        rules: the rules of the step.
         last: fills one row a request, the one after all its drafts, in which -1 stands for none.
     """
-    requests, steps = draft_ids.shape
+    to, ids, kinds, rules = runs
+    requests, steps = ids.shape
     _expand_kernel[(requests if last else requests * (steps + 1),)](
-        slots_B, draft_ids, kinds, state.table, state.entry_ids, state.entry_counts, state.entry_bias, runs.table,
-        runs.entry_ids, runs.entry_counts, runs.entry_bias, runs.slots, work.ints, steps, state.vocab_size,
-        runs.entries, RULE=code(rules.rule), SEEDED=code(rules.seeded), LAST=last, num_warps=_WARPS,
+        slots_B, ids, kinds, state.table, state.entry_ids, state.entry_counts, state.entry_bias, to.table,
+        to.entry_ids, to.entry_counts, to.entry_bias, to.slots, work.ints, steps, state.vocab_size, to.entries,
+        RULE=code(rules.rule), SEEDED=code(rules.seeded), LAST=last, num_warps=_WARPS,
     )  # fmt: skip
 
 

@@ -222,11 +222,6 @@ class SamplingState(SlotTable):
         """Returns whether `take_dirty` has slots to return."""
         return bool(self._admitted or self._staged)
 
-    @property
-    def free_entries(self) -> int:
-        """Returns the overlay entries that no slot holds."""
-        return self._extent_allocator.free
-
     def _check_slot(self, slot: int) -> None:
         if not 1 <= slot < self.num_slots:
             raise ValueError(f"`slot` must be in [1, {self.num_slots}); 0 is padding. Given: {slot}.")

@@ -52,7 +52,7 @@ def test_tokens_past_max_tokens_cost_neither_their_row_nor_its_neighbour() -> No
     assert ids_before is not None
     for slot in (1, 2):
         sampler.release(slot)
-    assert sampler.state.free_entries == 6
+    assert sampler.state._extent_allocator.free == 6
 
 
 def test_logits_at_both_ends_of_float32_are_sampled_and_reported() -> None:

@@ -70,11 +70,7 @@ class SkinnyMlp(nn.Module):
 
 
 def _product_shape(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    gated: bool,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, *_: object
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] // 2 if gated else weight.shape[0]))
 

@@ -81,9 +81,10 @@ def without_conclusion(*given: Any, **named: Any) -> None:
 _expand = verify_rows.expand
 
 
-def drafts_not_seen(device_state: Any, rows: Any, slots_B: Any, draft_ids: Any, *given: Any, **named: Any) -> None:
+def drafts_not_seen(device_state: Any, slots_B: Any, runs: Any, *given: Any, **named: Any) -> None:
     """Target rows see the slot as it is before the run."""
-    _expand(device_state, rows, slots_B, draft_ids, *given, **named)
+    _expand(device_state, slots_B, runs, *given, **named)
+    rows = runs.state
     for request, slot in enumerate(slots_B.tolist()):
         for step in range(1, rows.steps + 1):
             own = rows.table[1 + request * (rows.steps + 1) + step]

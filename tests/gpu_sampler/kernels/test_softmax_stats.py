@@ -9,7 +9,7 @@ import torch
 
 import gpu_sampler.kernels.softmax_stats as kernel
 from gpu_sampler.kernels.common import FLAGS
-from gpu_sampler.kernels.verify_rows import expand
+from gpu_sampler.kernels.verify_rows import VerifyRuns, expand
 from gpu_sampler.reference.filters import clean
 from gpu_sampler.reference.softmax_stats import GROUP, softmax_stats
 from gpu_sampler.sampling_params import SamplingParams
@@ -188,10 +188,10 @@ def test_rows_of_runs_are_those_of_expand_and_summed_alike(device: str, rules: V
     kinds = torch.tensor(KINDS_OF_DRAFTS, dtype=torch.uint8, device=device)
     ahead, beside = VerifyState(device_state, count, steps), VerifyState(device_state, count, steps)
     works = [Workspace(rows, size, torch.device(device)) for _ in range(2)]
-    expand(device_state, ahead, slots_B, ids, kinds, works[0], rules)
+    expand(device_state, slots_B, VerifyRuns(ahead, ids, kinds, rules), works[0])
     first = LogitRows(logits, ahead.slots, ahead, works[0], side=False, processed=False)
     kernel.softmax_stats(first, masked=False)
-    runs = kernel.VerifyRuns(beside, ids, kinds, rules)
+    runs = VerifyRuns(beside, ids, kinds, rules)
     second = LogitRows(logits, slots_B, device_state, works[1], side=False, processed=False)
     kernel.softmax_stats(second, masked=False, runs=runs)
     assert torch.equal(ahead.table, beside.table) and torch.equal(ahead.slots, beside.slots)

@@ -118,7 +118,7 @@ def test_admit_stage_and_release_in_any_order_never_leak_overlap_or_touch_anothe
         check_arena(state)
     for slot in range(1, 5):
         state.release(slot)
-    assert state.free_entries == ENTRIES
+    assert state._extent_allocator.free == ENTRIES
 
 
 def check_arena(state: SamplingState) -> None:
@@ -129,7 +129,7 @@ def check_arena(state: SamplingState) -> None:
         places.extend(range(start, start + cap))
         places.extend(range(start + cap, start + cap + len(state.lists(slot))))
         assert len(state.lists(slot)) == state.n_stops[slot] + 17 * state.n_words[slot]
-    assert len(places) == len(set(places)) == len(state.entry_ids) - state.free_entries
+    assert len(places) == len(set(places)) == len(state.entry_ids) - state._extent_allocator.free
     assert (state.overlay_len <= state.overlay_cap).all()
     rows = [int(state.mask_row[slot]) for slot in state.masks]
     assert len(set(rows)) == len(rows) and all(0 <= row < state.mask_rows for row in rows)
@@ -174,14 +174,14 @@ def test_next_admit_resets_every_field() -> None:
     state.admit(2, PLAIN, [], seed=0)
     fresh.admit(2, PLAIN, [], seed=0)
     assert snapshot(state, 2, place=False) == snapshot(fresh, 2, place=False)
-    assert state.free_entries == fresh.free_entries == ENTRIES
+    assert state._extent_allocator.free == fresh._extent_allocator.free == ENTRIES
 
 
 def test_admit_over_a_live_slot_takes_its_place() -> None:
     state = new_state()
     state.admit(2, FULL, [1, 2, 3], seed=1)
     state.admit(2, PLAIN, [], seed=0)
-    assert state.free_entries == ENTRIES and 2 not in state.masks
+    assert state._extent_allocator.free == ENTRIES and 2 not in state.masks
 
 
 def test_request_that_finds_no_room_waits_and_leaves_its_slot_as_it_was() -> None:
@@ -206,10 +206,10 @@ def test_request_that_could_never_fit_is_refused_by_name() -> None:
     listed = SamplingParams(bad_words_ids=tuple((token, 1) for token in range(6)))  # 17 places each
     with pytest.raises(ParamError, match="Given: 102 overlay"):
         state.admit(1, listed, [], seed=0)
-    assert state.free_entries == ENTRIES
+    assert state._extent_allocator.free == ENTRIES
     small = new_state(vocab_size=96)  # there are no more than 96 different tokens
     small.admit(1, dataclasses.replace(counted, max_tokens=2**31 - 1), list(range(96)), seed=0)
-    assert small.free_entries == 0
+    assert small._extent_allocator.free == 0
 
 
 @pytest.mark.parametrize("bad", [{"temperature": np.nan}, {"top_k": -2}, {"logprob_token_ids": (V,)}, {"n": 0}])
@@ -304,7 +304,7 @@ def test_request_that_finds_no_allow_mask_waits_and_leaves_its_slot_as_it_was() 
     for slot in (1, 3):
         with pytest.raises(OverlayFull, match="an allow mask is needed, all 2 are in use"):
             state.admit(slot, masked, [], seed=0)
-    assert [snapshot(state, slot) for slot in range(5)] == before and state.free_entries == ENTRIES - 8
+    assert [snapshot(state, slot) for slot in range(5)] == before and state._extent_allocator.free == ENTRIES - 8
     state.admit(3, PLAIN, [], seed=0)
     state.release(1)
     state.admit(3, masked, [], seed=0)
