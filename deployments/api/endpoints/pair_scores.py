@@ -38,7 +38,7 @@ COUNTS = (1, 2)  # labels that a language model's score may have: the logit of y
 
 
 class PairScores(NamedTuple):
-    """Holds the scores of N pairs, none of which has failed."""
+    """Holds the scores of N pairs that all succeeded."""
 
     raw: Float64s  # [N] log-odds, the head's number, or a cosine
     activated: Float64s  # [N] after the activation of the prompt; a cosine stays as it is
