@@ -21,7 +21,7 @@ class Encoded(NamedTuple):
     spans: list[tuple[int, int]]
 
 
-class PairFrame(NamedTuple):
+class PairControls(NamedTuple):
     """Holds the control tokens around two texts that a model reads as one row: `before`, first text, `between`, second
     text, `after`."""
 
@@ -66,7 +66,7 @@ class Tokenizer:
     eos_token_id: int | None
     special_texts: frozenset[str]  # control tokens that the vocabulary calls special
     marker_texts: frozenset[str]  # the other control tokens, such as `<think>`
-    pair_frame: PairFrame | None  # None: the tokenizer joins no two texts
+    pair_frame: PairControls | None  # None: the tokenizer joins no two texts
     _controls: ControlTokens
     _special: frozenset[int]  # ids that `skip_special_tokens` leaves out
 
@@ -108,7 +108,7 @@ class Tokenizer:
         self._special = frozenset(int(token) for token in loaded.all_special_ids) | frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self.pair_frame: PairFrame | None = _pair_frame(backend)
+        self.pair_frame: PairControls | None = _pair_frame(backend)
         self._bytes = _byte_alphabet(json.loads(data).get("decoder"))
         self._pieces: dict[int, tuple[str, bytes]] = {}
         self.bos_token_id = loaded.bos_token_id
@@ -230,7 +230,7 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:
     return Tokenizer(Path(path), revision)
 
 
-def _pair_frame(backend: Any) -> PairFrame | None:
+def _pair_frame(backend: Any) -> PairControls | None:
     """Finds the control tokens that the tokenizer's post-processor writes around a pair of texts."""
     found = backend.encode("a", "a", add_special_tokens=True)
     sides: list[int | None] = found.sequence_ids
@@ -245,7 +245,7 @@ def _pair_frame(backend: Any) -> PairFrame | None:
         return None
     own = sum(kind == found.type_ids[first] for kind in found.type_ids[end:second])
     split = len(between) if found.type_ids[first] == found.type_ids[second] else own
-    return PairFrame(found.ids[:first], between, found.ids[last + 1 :], split)
+    return PairControls(found.ids[:first], between, found.ids[last + 1 :], split)
 
 
 def _default_template(found: str | dict[str, str] | None) -> str | None:

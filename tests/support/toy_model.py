@@ -27,7 +27,7 @@ from engine.model.loader import LoadedModels, UnsupportedDraft
 from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s
 from engine.tokenizer.control_tokens import ControlTokens
-from engine.tokenizer.tokenizer import Encoded, PairFrame, Tokenizer, TokenizerInfo, bytes_text, check_count
+from engine.tokenizer.tokenizer import Encoded, PairControls, Tokenizer, TokenizerInfo, bytes_text, check_count
 from engine.utils.cuda import DeviceLost
 
 UInt64s = npt.NDArray[np.uint64]
@@ -233,7 +233,7 @@ class ByteTokenizer(Tokenizer):
     special_texts: frozenset[str] = frozenset(_SPECIAL.values())
     marker_texts: frozenset[str] = frozenset()
     _special = frozenset(_SPECIAL)
-    pair_frame: PairFrame | None = PairFrame([BOS], [EOS], [EOS], 1)
+    pair_frame: PairControls | None = PairControls([BOS], [EOS], [EOS], 1)
 
     def __init__(self) -> None:
         self._controls = ControlTokens({text: token for token, text in self._SPECIAL.items()})

@@ -171,17 +171,7 @@ async def test_no_web_socket_is_opened(keyed: Any) -> None:
 
 # Scopes.
 
-SCORING = {
-    "/generative_scoring",
-    "/v1/score",
-    "/v1/decisions",
-    *NEED_MORE,
-    "/pooling",
-    "/v1/embeddings",
-    "/embed",
-    "/predict",
-    "/score",
-}
+SCORING = {"/generative_scoring", "/score", "/v1/score", "/v1/decisions", *NEED_MORE}
 GENERATION = {"/v1/completions", "/v1/chat/completions"}
 
 

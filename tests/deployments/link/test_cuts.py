@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.toy_model import ToyModel
 
 from deployments.config.app_args import AppArgs
 from deployments.observability.ingress_metrics import IngressMetrics
@@ -23,6 +22,7 @@ from gpu_sampler.sampling_params import SamplingParams
 from tests.deployments.fleets import LocalHandle, canaries_passed_by
 from tests.deployments.links import Links
 from tests.deployments.replicas import assert_left_empty
+from tests.support.toy_model import ToyModel
 
 CLIENTS, TOKENS, SEEDS = 12, 12, 40
 CUT_AFTER = (20, 12_000)  # bytes of a connection, both directions together: handshakes are cut too
