@@ -13,23 +13,27 @@ REPLY_BYTES = 64 << 20  # of one answer of a replica over gRPC; the library's de
 
 # Serve calls it for the middleware of its HTTP servers, which import it by this path.
 PROXY_CALLBACK = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy_middleware.middlewares"}
-# A replica that fails its health checks is killed. Serve would wait for `drain` to pass, while a frozen process holds its
-# device and its memory.
+# A replica that fails its health checks is killed. Serve would wait for `drain` to pass, while a frozen process holds
+# its device and its memory.
 KILL_UNHEALTHY = {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
-LOCAL = PROXY_CALLBACK | KILL_UNHEALTHY | {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # Ray's default, 15, puts proxy and ingress behind all other processes of the machine
-    "RAY_AUTH_MODE": "token",
-    # A dead proxy is noticed at the third check. A slow one, as on a loaded machine, must not be killed: with 2 s to
-    # get ready, a proxy would never start on a machine that takes longer.
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
-    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(REPLY_BYTES),
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+LOCAL = (
+    PROXY_CALLBACK
+    | KILL_UNHEALTHY
+    | {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # Ray's default, 15, puts proxy and ingress behind all other processes of the machine
+        "RAY_AUTH_MODE": "token",
+        # A dead proxy is noticed at the third check. A slow one, as on a loaded machine, must not be killed: with 2 s to
+        # get ready, a proxy would never start on a machine that takes longer.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(REPLY_BYTES),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+)
 THROUGHPUT = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 # One machine has one HAProxy, which is notified of a stopping ingress immediately. Serve's default of 30 s is for load
 # balancers that poll.

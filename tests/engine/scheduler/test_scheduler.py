@@ -196,7 +196,7 @@ async def test_no_request_is_preempted_more_than_twice_before_its_full_need_is_t
 
 
 async def steps_until_served(make_rig: MakeRig, generate_job: MakeJob) -> tuple[int, int]:
-    """Steps until a small generation has ended beside another tenant's rows, which fill the table; and until all have."""
+    """Steps until a small generation has ended beside another tenant's rows, which fill the table; until all have."""
     rig = make_rig(num_slots=4_000, max_running=8, max_model_len=400)
     many = [asyncio.create_task(rig.run(generate_job([n, 1, 2], max_tokens=300, tenant="many"))) for n in range(16)]
     while rig.model.steps < 20:
