@@ -425,8 +425,8 @@ def _may_yield(sequence: SequenceState) -> bool:
 
 
 def _waits(state: GenerationState) -> bool:
-    """Tells whether a sequence of the request waits for a row."""
-    return any(one.phase is Phase.WAITING for one in state.branches)
+    """Tells whether a sequence of the request waits for nothing but a row."""
+    return any(one.phase is Phase.WAITING and _may_start(one) for one in state.branches)
 
 
 def _may_start(sequence: SequenceState) -> bool:
