@@ -3,14 +3,12 @@
 A generation is *waiting* until its sequences are admitted: a request slot and pool slots for the prompt are free. It is
 then *running*: *prefill* steps compute the prompt in chunks, and *decode* steps compute one token of every running
 sequence, or several that are verified together. When the pool is full, the least important and youngest sequence is
-*preempted*: it gives its slots back, keeps its tokens and waits again. So it is when its tenant has more rows than its
-share and another waits for one. Scoring requests have no decode phase; *score*
+*preempted*: it gives its slots back, keeps its tokens and waits again. Scoring requests have no decode phase; *score*
 steps compute their prefix and rows. `StepPolicy` says which kind of step is next, `FairQueue` whose tokens go into a
 prefill or score step, `RunningBatch` owns the running sequences, and `ScoreBatcher` cuts scoring requests into steps.
 Planning changes the states (slots taken, tokens counted as computed); `engine.core` launches the step and reads it.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -130,8 +128,6 @@ class Scheduler:
         # Whether the last step of the kind, or attempt at one, left work over.
         self._left_over = {StepKind.PREFILL: False, StepKind.SCORE: False}
         self._admission_closed = False  # no sequence is admitted to the step that is being planned
-        self._no_room = False  # the last sequence that was to be admitted found no room
-        self._over_share: frozenset[str] = frozenset()  # tenants that get no row while another waits for its share
         self._cut = False  # the step holds less than it could, because little waits
         kv_cache.on_pressure = self._release_idle
 
@@ -163,8 +159,6 @@ class Scheduler:
         return step
 
     def _next(self, now: float) -> Step | None:
-        if not self._share_rows():
-            return None
         decoding = self.running.decoding
         work = {StepKind.DECODE: decoding, StepKind.PREFILL: self.prompts, StepKind.SCORE: self.scores}
         kinds = self.policy.order([kind for kind, waiting in work.items() if waiting], now)
@@ -230,34 +224,6 @@ class Scheduler:
         used = self.prompts.serve(self._max_tokens(StepKind.PREFILL), give)
         return self._prefill_step(chunks, used) if chunks else None
 
-    def _share_rows(self) -> bool:
-        """Takes a row from a tenant that holds more than its share, if another waits for a part of its own.
-
-        Rows run for as long as their answers are: a tenant that came first would keep all of them until then. The row
-        goes on later, where it was.
-
-        Returns:
-            False where a row is to be taken once the step in flight has finished.
-        """
-        if self._over_share and not any(one.tenant not in self._over_share and _waits(one) for one in self.prompts):
-            self._over_share = frozenset()
-        if not self.prompts or (self.table.free and not self._no_room):
-            return True
-        rows = [one for one in self.table.sequences if one is not None and _may_yield(one)]
-        held = Counter(sequence.parent.tenant for sequence in rows)
-        waiting = {state.tenant: state.priority for state in self.prompts if _waits(state)}
-        share = max(1, len(rows) // len(held.keys() | waiting.keys()))
-        needy = [priority for tenant, priority in waiting.items() if held[tenant] < share]
-        over = [one for one in rows if held[one.parent.tenant] > share and one.parent.priority >= min(needy, default=0)]
-        if not needy or not over:
-            return True
-        if self.kv_cache.in_flight:
-            return False
-        self._over_share = frozenset(one.parent.tenant for one in over)
-        self._no_room = False
-        self._preempt(max(over, key=_least_important))
-        return True
-
     def _prefill(self, state: GenerationState, allowance: int, chunks: dict[SequenceState, int]) -> int:
         """Admits the sequences of a request and gives them up to `allowance` tokens of the step."""
         spent = 0
@@ -265,7 +231,7 @@ class Scheduler:
         for sequence in state.branches:
             if spent >= allowance:
                 return spent
-            if self._admissible(sequence):
+            if sequence.phase is Phase.WAITING and not self._admission_closed and _may_start(sequence):
                 error = self._admit(sequence)
                 if error is not None:
                     self.refused.append((state, error))
@@ -283,22 +249,13 @@ class Scheduler:
             self.prompts.remove(state)
         return spent
 
-    def _admissible(self, sequence: SequenceState) -> bool:
-        if sequence.phase is not Phase.WAITING or self._admission_closed:
-            return False
-        return sequence.parent.tenant not in self._over_share and _may_start(sequence)
-
     def _admit(self, sequence: SequenceState) -> EngineError | None:
         admitted = self.running.admit(sequence)
         if isinstance(admitted, EngineError):
             return admitted
-        self._no_room = not admitted
         if not admitted:
             self._admission_closed = True  # no sequence overtakes one that waits for room
-            return None
-        if sequence.parent.tenant not in self._over_share:
-            self._over_share = frozenset()
-        if not sequence.preemptions:
+        elif not sequence.preemptions:
             state = sequence.parent
             self.prompts.charge(state, answer_cost(state.request, len(sequence.output), self._costs))
         return None
@@ -375,9 +332,7 @@ class Scheduler:
     def preempt_one(self) -> None:
         """Sends the least important, then youngest sequence back to the queue with its tokens. No step is in flight."""
         running = [sequence for sequence in self.table.sequences if sequence is not None]
-        self._preempt(max(running, key=_least_important))
-
-    def _preempt(self, victim: SequenceState) -> None:
+        victim = max(running, key=lambda one: (one.parent.priority, one.parent.arrival, one.branch))
         self.running.preempt(victim)
         self.prompts.add(victim.parent)
 
@@ -413,20 +368,6 @@ class Scheduler:
         for state in self.scores:
             if state not in touched and (first is None or first < _rank(state)):
                 self.score_batcher.release(state)
-
-
-def _least_important(sequence: SequenceState) -> tuple[int, int, int]:
-    """Returns the place of a sequence in the order in which they give way: the last one first."""
-    return sequence.parent.priority, sequence.parent.arrival, sequence.branch
-
-
-def _may_yield(sequence: SequenceState) -> bool:
-    return sequence.phase is not Phase.CLOSED and not sequence.parent.isolated
-
-
-def _waits(state: GenerationState) -> bool:
-    """Tells whether a sequence of the request waits for nothing but a row."""
-    return any(one.phase is Phase.WAITING and _may_start(one) for one in state.branches)
 
 
 def _may_start(sequence: SequenceState) -> bool:
