@@ -9,7 +9,7 @@ shares, and equal ones end one after another where equal shares would end them a
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -91,15 +91,15 @@ class _PriorityClass(Generic[R]):
     """
 
     quantum: int
-    flows: dict[Hashable, _Flow[R]] = field(default_factory=dict)
-    turns: dict[Hashable, _Flow[R]] = field(default_factory=dict)  # their deficits are above 0, or were
+    flows: dict[str, _Flow[R]] = field(default_factory=dict)
+    turns: dict[str, _Flow[R]] = field(default_factory=dict)  # their deficits are above 0, or were
     round: int = 0
     _rounds: list[int] = field(default_factory=list)  # a heap of those in which tenants have turns
-    _waiting: dict[int, list[tuple[int, Hashable]]] = field(default_factory=dict)  # tickets and tenants, by round
+    _waiting: dict[int, list[tuple[int, str]]] = field(default_factory=dict)  # tickets and tenants, by round
     _tickets: int = 0
     _entries: int = 0  # of all rounds
 
-    def flow(self, tenant: Hashable) -> _Flow[R]:
+    def flow(self, tenant: str) -> _Flow[R]:
         """Returns the flow of a tenant; a new one waits for the next round."""
         found = self.flows.get(tenant)
         if found is None:
@@ -107,7 +107,7 @@ class _PriorityClass(Generic[R]):
             self.wait(tenant)
         return found
 
-    def wait(self, tenant: Hashable) -> None:
+    def wait(self, tenant: str) -> None:
         """Makes a tenant wait until it owes nothing. Entries of tenants that left are swept out once they are most."""
         flow = self.flows[tenant]
         self.turns.pop(tenant, None)
@@ -120,18 +120,18 @@ class _PriorityClass(Generic[R]):
                 for entry in filter(self._is_there, entries):
                     self._enter(when, entry)
 
-    def _enter(self, when: int, entry: tuple[int, Hashable]) -> None:
+    def _enter(self, when: int, entry: tuple[int, str]) -> None:
         if when not in self._waiting:
             self._waiting[when] = []
             heapq.heappush(self._rounds, when)
         self._waiting[when].append(entry)
         self._entries += 1
 
-    def remove(self, tenant: Hashable) -> None:
+    def remove(self, tenant: str) -> None:
         del self.flows[tenant]
         self.turns.pop(tenant, None)
 
-    def next_round(self, last: int | None = None) -> list[Hashable]:
+    def next_round(self, last: int | None = None) -> list[str]:
         """Goes on to the next round in which tenants have a turn, if it is not after `last`; returns them."""
         while self._rounds and (last is None or self._rounds[0] <= last):
             self.round = heapq.heappop(self._rounds)
@@ -146,7 +146,7 @@ class _PriorityClass(Generic[R]):
                 return tenants
         return []
 
-    def _is_there(self, entry: tuple[int, Hashable]) -> bool:
+    def _is_there(self, entry: tuple[int, str]) -> bool:
         flow = self.flows.get(entry[1])
         return flow is not None and flow.ticket == entry[0]
 
@@ -178,7 +178,7 @@ class FairQueue(Generic[R]):
         flows = (flow for group in self._classes.values() for flow in group.flows.values())
         return (request for flow in flows for request in flow.requests.values())
 
-    def by_tenant(self) -> Iterator[tuple[Hashable, int, Iterable[R]]]:
+    def by_tenant(self) -> Iterator[tuple[str, int, Iterable[R]]]:
         """Returns each tenant's requests of one priority: (tenant, priority, requests in order of arrival)."""
         for priority, group in self._classes.items():
             for tenant, flow in group.flows.items():
@@ -254,7 +254,7 @@ class FairQueue(Generic[R]):
 
     def _serve_class(self, group: _PriorityClass[R], serving: _Serving, give: Callable[[R, int, int], int]) -> None:
         """Gives the tenants of a class their turns. Once a request is done, each tenant has had one at most."""
-        seen = set[Hashable]()
+        seen = set[str]()
         last = group.round + 1
         tenants = list(group.turns)
         while True:

@@ -253,8 +253,11 @@ class Scheduler:
         if not self.prompts or (self.table.free and not self._no_room and not self._over_share):
             return True
         # Nearly all requests of the queue wait, so that one or two of each tenant are looked at.
-        tenants = self.prompts.by_tenant()
-        waiting = {tenant: priority for tenant, priority, requests in tenants if any(map(_waits, requests))}
+        waiting = {
+            tenant: priority
+            for tenant, priority, requests in self.prompts.by_tenant()
+            if any(map(_waits, requests))
+        }
         if self._over_share.issuperset(waiting):
             self._over_share = frozenset()
         if self.table.free and not self._no_room:
@@ -445,8 +448,8 @@ def _may_yield(sequence: SequenceState) -> bool:
 
 
 def _waits(state: GenerationState) -> bool:
-    """Tells whether a sequence of the request waits for a row."""
-    return any(one.phase is Phase.WAITING for one in state.branches)
+    """Tells whether a sequence of the request waits for nothing but a row."""
+    return any(one.phase is Phase.WAITING and _may_start(one) for one in state.branches)
 
 
 def _may_start(sequence: SequenceState) -> bool:

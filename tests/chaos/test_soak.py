@@ -67,7 +67,7 @@ async def soak(url: str, seconds: float) -> Counter[int]:
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.risk("R18", figure="FIGURE")
+@pytest.mark.risk("R18")
 def test_memory_comes_back_after_bodies_of_up_to_the_limit(tmp_path: Path) -> None:
     with served("cpu.yaml", tmp_path, START_S) as url:
         asyncio.run(soak(url, 1.0))  # each lane's first: what is loaded at the first use

@@ -120,7 +120,7 @@ async def beside(make: Callable[..., Any], name: str, key: str) -> tuple[set[int
     return statuses, longest, p99[1] / p99[0]
 
 
-@pytest.mark.risk("R17", figure="FIGURE")
+@pytest.mark.risk("R17")
 @pytest.mark.parametrize("name", LOADS)
 async def test_one_keys_load_neither_refuses_nor_delays_another(make_fleet: Callable[..., Any], name: str) -> None:
     statuses, longest, ratio = await beside(make_fleet, name, "light")

@@ -56,7 +56,7 @@ async def test_refusals_are_no_findings() -> None:
     [
         (500, b"{}", "status 500"),
         (422, b"<p>", "no error of the service"),
-        (400, b'{"error": {"code": ""}}', "no error"),
+        (400, b'{"error": {"code": ""}}', "without code"),
     ],
 )
 async def test_planted_faults_are_found(status: int, body: bytes, words: str) -> None:

@@ -195,6 +195,7 @@ HEAVY = Load(780, 100.0, 800, (TenantTokens("heavy", 0, 780),))
     figure="a tenant with nothing queued is admitted beside one that has filled the queue, by the ingress and by the"
     " replica; planted (one queue for all): refused",
 )
+@pytest.mark.risk("R17")
 def test_what_one_tenant_queues_is_no_reason_to_refuse_another() -> None:
     """The replica serves both in equal shares: a small request waits for as much of the other as it costs."""
     admission, loads, _ = gate(HEAVY)
@@ -209,6 +210,7 @@ def test_what_one_tenant_queues_is_no_reason_to_refuse_another() -> None:
 
 
 @pytest.mark.risk("R2", planted=True)
+@pytest.mark.risk("R17", planted=True)
 def test_one_queue_for_all_tenants_is_seen_to_refuse_the_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plants the fault: everything that waits is before every request."""
     monkeypatch.setattr(TenantQueues, "before", lambda self, tenant, priority, cost: self.total)
