@@ -129,6 +129,8 @@ def serve(file: Path, *, fast: bool = False) -> int:
     except CannotServe as error:
         print(f"assay serve: {error}", file=sys.stderr)
         return REFUSED
+    except KeyboardInterrupt:  # before there was anything to end
+        pass
     return STARTED
 
 

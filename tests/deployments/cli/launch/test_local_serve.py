@@ -52,6 +52,15 @@ def test_a_missing_config_is_an_error_and_starts_nothing(capsys: pytest.CaptureF
     assert "must be a readable YAML file" in capsys.readouterr().err
 
 
+def test_an_interrupt_before_the_start_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(local: local_serve.LocalService) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local_serve.LocalService, "run", interrupted)
+    monkeypatch.setattr(local_serve, "taken", lambda url: False)
+    assert local_serve.serve(CPU) == 0
+
+
 def test_a_port_that_is_taken_is_an_error_and_starts_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
