@@ -313,7 +313,9 @@ class Simulation:
         else:
             ranked = ingress.ranking.rank(key, state.tried, ingress.selector.cacheable(call))
         if not ranked:
-            self._fail(Attempt(ingress, number, arrived, state, key, "", 0), RetryableError("unavailable", no_replica()))
+            self._fail(
+                Attempt(ingress, number, arrived, state, key, "", 0), RetryableError("unavailable", no_replica())
+            )
             return
         work = ingress.admission.work(call)
         ticket = ingress.loads.send(ranked[0], work.tokens, work.tenant, work.priority)
@@ -524,7 +526,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plots", type=Path, help="folder of the pictures")
     args = parser.parse_args()
-    policies, faults = args.only.split(",") if args.only else POLICIES, args.faults.split(",") if args.faults else SCENARIOS
+    policies, faults = (
+        args.only.split(",") if args.only else POLICIES,
+        args.faults.split(",") if args.faults else SCENARIOS,
+    )
     rows = []
     for scenario in scenarios(args.load, args.requests):
         if scenario.policy in policies and scenario.fault in faults and scenario.replicas <= args.max_replicas:

@@ -9,6 +9,7 @@ a bound name it; the exit status is 1 where one is exceeded.
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import math
 import random
@@ -93,9 +94,7 @@ class Planner:
 
     def _submission(self) -> Submission:
         arrival, results = next(self._arrivals), ResultQueue(cast(Any, None))  # a plan hands no result over
-        return Submission(
-            results=results, arrival=arrival, submitted=0.0, deadline=math.inf, domain="", queued=80
-        )
+        return Submission(results=results, arrival=arrival, submitted=0.0, deadline=math.inf, domain="", queued=80)
 
     def score(self, tenant: str, prefix: Sequence[int], labels: Sequence[int] = (1, 2)) -> None:
         ids = np.arange(16, dtype=np.int32)
@@ -285,10 +284,8 @@ def bench_selection(sizes: Sequence[int]) -> Iterator[Row]:
             fleet = Fleet(count, lambda number, tokens=tokens: tokens + number)  # type: ignore[misc]
 
             def admit(fleet: Fleet = fleet) -> None:
-                try:
+                with contextlib.suppress(ApiError):
                     fleet.admission.check_open(60.0, "t0")
-                except ApiError:
-                    pass
                 fleet.admission.wait_s(TenantTokens("t0", 0, 200), 60.0)
 
             yield {"case": case, "size": count, "of": "replicas", "us": median_us(admit, 20)}
@@ -331,9 +328,7 @@ def longest_hold_ms(count: int) -> tuple[float, float]:
         return []
 
     async def run() -> tuple[float, float]:
-        scraper = MetricsScraper(
-            replicas, none, own, metrics, MetricsArgs(cache_s=0, timeout_s=60)
-        )
+        scraper = MetricsScraper(replicas, none, own, metrics, MetricsArgs(cache_s=0, timeout_s=60))
         longest, last, ended = 0.0, time.perf_counter(), False
 
         async def watch() -> None:

@@ -281,9 +281,7 @@ class FairQueue(Generic[R]):
             flow.deficit -= tokens
             flow.spend(request.arrival, tokens)
 
-    def _turn(
-        self, flow: _Flow[R], serving: _Serving, give: Callable[[R, int, int], int], *, only_flow: bool
-    ) -> _Turn:
+    def _turn(self, flow: _Flow[R], serving: _Serving, give: Callable[[R, int, int], int], *, only_flow: bool) -> _Turn:
         """Serves one tenant.
 
         The only flow of its class needs no deficit: each of its requests is served once, and may spend all that is

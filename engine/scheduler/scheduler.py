@@ -32,7 +32,7 @@ from engine.scheduler.request_state import (
     SequenceState,
 )
 from engine.scheduler.running_batch import RunningBatch
-from engine.scheduler.score_batcher import ScoreBatcher, ScorePart
+from engine.scheduler.score_batcher import ScoreBatcher, ScorePart, rank
 from gpu_sampler.output import SampleOutput, VerifyOutput
 from gpu_sampler.sampler import Sampler
 
@@ -232,7 +232,7 @@ class Scheduler:
     def _prefill_admitted(self, budget: int, give: Callable[[GenerationState, int, int], int]) -> int:
         """Serves the admitted requests in order of priority and arrival; returns the tokens used."""
         used = 0
-        for state in sorted({row.parent for row in self.running.prefilling}, key=lambda one: (one.priority, one.arrival)):
+        for state in sorted({row.parent for row in self.running.prefilling}, key=rank):
             spent = give(state, budget - used, budget - used) if used < budget else 0
             self.prompts.charge(state, spent)
             used += spent
@@ -382,4 +382,3 @@ def _may_start(sequence: SequenceState) -> bool:
     """Tells whether a waiting branch may start: the first open one computes the prompt, the others find it."""
     state = sequence.parent
     return state.prompt_done or sequence is next(one for one in state.branches if one.phase is not Phase.CLOSED)
-
