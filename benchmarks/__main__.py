@@ -43,6 +43,8 @@ class Case(NamedTuple):
 
 CASES = (  # benchmarks that depend on the host come first, while the machine is quiet
     Case("host", "engine.bench_host", seconds=90, gpu=False),
+    Case("growth", "service.bench_growth", seconds=30, gpu=False),
+    Case("sim-routing", "fleet.sim_routing", ("--requests", "8000"), seconds=240, gpu=False),
     Case("encoder", "engine.bench_encoder", ("--threads", "2"), seconds=120, gpu=False),
     Case("encoder-cuda", "engine.bench_encoder", ("--device", "cuda", "--dtype", "bfloat16"), 40),
     Case("engine-builtin", "engine.bench_engine", seconds=60, gpu=False),

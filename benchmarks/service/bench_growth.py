@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import os
 import random
 import statistics
 import sys
@@ -22,6 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from engine.testing.toy_model import ToyModel
 
 from benchmarks.support.report import Row, publish
 from deployments.auth.api_keys import ApiKey, digest_of
@@ -29,17 +31,23 @@ from deployments.auth.authenticator import Authenticator, AuthSettings
 from deployments.config.sections import AdmissionArgs, HealthArgs, MetricsArgs, RouterArgs
 from deployments.errors import ApiError
 from deployments.health_probe import CanaryReply
+from deployments.link.client import Link
+from deployments.link.server import LinkServer
 from deployments.observability.exposition import Snapshot, snapshot
 from deployments.observability.ingress_metrics import IngressMetrics
+from deployments.observability.link_figures import LinkFigures
 from deployments.observability.scrape import MetricsScraper
+from deployments.protocol import ReplicaService
 from deployments.routing.admission import Admission
 from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.replica_selection import ReplicaSelector
+from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.channels import ResultQueue
 from engine.config import Costs, EngineConfig
+from engine.engine import Engine
 from engine.kv_cache.manager import KVCacheManager, PrefixCache
-from engine.requests import GenerateRequest, Load, ScoreRequest
+from engine.requests import GenerateRequest, Int32s, Load, ScoreRequest, ScoreResult
 from engine.scheduler.request_state import GenerationState, LabelScoreState, RequestTable, Submission, item_ends
 from engine.scheduler.scheduler import Scheduler
 from engine.tenant_queues import TenantQueues, TenantTokens
@@ -239,7 +247,105 @@ def bench_prefix_tree(sizes: Sequence[int]) -> Iterator[Row]:
         yield {"case": "prefix tree: match, evict, insert", "size": nodes, "of": "nodes", "us": us}
 
 
+STREAM_TOKENS = 48
+
+
+class NoModel(ToyModel):
+    """Answers zeros: what is left is the engine's own time."""
+
+    def forward(
+        self, kind: StepKind, sequences: Sequence[ScheduledSequence], token_table: torch.Tensor
+    ) -> torch.Tensor:
+        rows = len(sequences) if kind is StepKind.DECODE else sum(len(one.rows) for one in sequences)
+        return torch.zeros((rows, self.vocab_size))
+
+    def forget(self, slots: Int32s) -> None: ...
+
+
+def bench_streams(sizes: Sequence[int]) -> Iterator[Row]:
+    """Times a streamed token in the engine's process, with a model that computes nothing: both threads."""
+
+    os.environ["ASSAY_TEST_FAULTS"] = "1"  # lets the toy model load
+
+    async def run(streams: int) -> float:
+        model = NoModel(num_slots=80 * streams + 64, max_model_len=72)
+        engine = Engine(model, EngineConfig(max_running=streams, token_budget=BUDGET))
+        engine.start()
+
+        async def read(number: int) -> None:
+            prompt = np.array([number % 250, number // 250, 1], np.int32)
+            params = SamplingParams(temperature=0, max_tokens=STREAM_TOKENS)
+            request = GenerateRequest(request_id="g", prompt=prompt, params=params, seed=number)
+            async for _ in engine.generate(request):
+                pass
+
+        try:
+            await read(0)
+            began = time.process_time()
+            await asyncio.gather(*(read(number) for number in range(streams)))
+            return (time.process_time() - began) / (streams * STREAM_TOKENS) * 1e6
+        finally:
+            engine.stop()
+
+    for streams in sizes:
+        us = statistics.median(asyncio.run(run(streams)) for _ in range(3))
+        yield {"case": "a token of open streams", "size": streams, "of": "streams", "us": us}
+
+
 # The ingress.
+
+
+class Echo:
+    """A replica's service that answers immediately. The benchmark calls `score` alone."""
+
+    def load(self) -> Load:
+        return Load(0, 0.0)
+
+    async def score(self, request: ScoreRequest, route: object = None) -> ScoreResult:
+        return ScoreResult(np.zeros((1, 1), np.float32), np.zeros(1, np.uint8), np.zeros(1, np.int32), 0.0, 0.0)
+
+
+LINK_CALLS = 2048
+
+
+async def _link_call_us(servers: int, links: int) -> float:
+    """Returns the processor time of a call, both ends of it, over `links` links to each of `servers` replicas."""
+    made = [LinkServer(f"r{number}", cast(ReplicaService, Echo()), LinkFigures()) for number in range(servers)]
+    opened: list[Link] = []
+    ids = np.zeros(16, np.int32)
+    request = ScoreRequest(request_id="s", prefix=ids, ids=ids, starts=np.array([0, 16], np.int32), labels=ids[:1])
+    try:
+        for server in made:
+            await server.start()
+            address = server.address
+            if address is None:
+                raise RuntimeError("a replica has no link")
+            opened += [await Link.connect(address, LinkFigures()) for _ in range(links)]
+        began = time.process_time()
+        for _ in range(LINK_CALLS // 64):
+            await asyncio.gather(*(_one_call(opened[number % len(opened)], request) for number in range(64)))
+        return (time.process_time() - began) / LINK_CALLS * 1e6
+    finally:
+        for link in opened:
+            link.lost = lambda lost: lost.fail("unreachable")
+            link.close()
+        for server in made:
+            server.stop()
+
+
+async def _one_call(link: Link, request: ScoreRequest) -> object:
+    return await link.call(request, 0)
+
+
+def bench_links(sizes: Sequence[int]) -> Iterator[Row]:
+    """Times a call over Unix sockets in this process, 64 under way: an ingress of many replicas, and many of one."""
+    for case, shape in (
+        ("a call over a link, replicas", lambda count: (count, 1)),
+        ("a call over a link, ingresses", lambda count: (1, count)),
+    ):
+        for count in sizes:
+            us = statistics.median(asyncio.run(_link_call_us(*shape(count))) for _ in range(3))
+            yield {"case": case, "size": count, "of": case.rsplit(" ", 1)[1], "us": us}
 
 
 class Fleet:
@@ -369,6 +475,8 @@ BENCHES: dict[str, tuple[Callable[[Sequence[int]], Iterator[Row]], Sequence[int]
     "plan": (bench_plan, (500, 2000, 8000)),
     "tenants": (bench_tenants, (10, 100, 1000, 10_000)),
     "tree": (bench_prefix_tree, (1000, 10_000, 100_000, 1_000_000)),
+    "streams": (bench_streams, (1, 10, 100, 1000)),
+    "links": (bench_links, (2, 8, 64)),
     "selection": (bench_selection, (2, 8, 64, 256)),
     "keys": (bench_keys, (10, 1000, 10_000)),
     "scrape": (bench_scrape, (8, 24, 100)),

@@ -19,6 +19,8 @@ Listener = Callable[[frozenset[str], frozenset[str]], None]
 MAX_LEFT = 1024
 LEFT_S = 0.3
 UNKNOWN_RATE_S = 1.0  # a queue of unknown speed is taken for done after this long
+TREND_S = 0.3  # over which it is learnt how fast a queue shrinks while others fill it too
+MIN_SHRINK = 1 / 8  # of the speed: a queue that is never asked after must not seem full for ever
 
 
 class QueueEstimate(NamedTuple):
@@ -39,7 +41,11 @@ class FleetLoads(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class _Replica:
-    """Holds the tokens waiting at `when`, and how fast they are worked off."""
+    """Holds the tokens waiting at `when`, and how fast they become fewer.
+
+    Between two reports the replica works its queue off while other processes fill it. What it became fewer by, beside
+    what this process sent, is learnt from one report to the next, as a part of the replica's speed.
+    """
 
     when: float = 0.0
     queues: TenantQueues = field(default_factory=TenantQueues)
@@ -47,6 +53,10 @@ class _Replica:
     max_tokens: int = 0
     drain: float = 0.0
     reports: int = 0
+    reported: float = 0.0  # tokens, by the last report
+    reported_at: float = 0.0
+    sent: float = 0.0  # tokens, since then, by this process
+    shrink: float = 1.0  # part of the speed
     held: TenantQueues = field(default_factory=TenantQueues)  # tokens that wait in this process for their micro-batch
 
     def load(self, now: float) -> float:
@@ -64,20 +74,28 @@ class _Replica:
     def add(self, work: TenantTokens, now: float) -> None:
         self._work_off(now)
         self.queues.add(*work)
+        self.sent += work.tokens
 
     def take_back(self, work: TenantTokens, now: float) -> None:
         self._work_off(now)
         self.queues.take_back(work)
+        self.sent -= work.tokens
 
     def _work_off(self, now: float) -> None:
         self.queues.work_off(self.drain * (now - self.when))
         self.when = now
 
     def report(self, load: Load, now: float) -> None:
+        elapsed = now - self.reported_at
+        if self.reports and elapsed > 0 and load.tokens_per_s > 0:
+            shrunk = (self.reported + self.sent - load.queued_tokens) / (elapsed * load.tokens_per_s)
+            self.shrink += min(1.0, elapsed / TREND_S) * (min(1.0, max(-1.0, shrunk)) - self.shrink)
+        self.reported, self.reported_at, self.sent = load.queued_tokens, now, 0.0
         self.when = now
         self.queues = TenantQueues.reported(load.queued_tokens, load.tenants, load.other_queues)
         self.rate, self.max_tokens = load.tokens_per_s, load.max_queued_tokens
-        self.drain = self.rate if self.rate > 0 else self.queues.total / UNKNOWN_RATE_S
+        known = self.rate * max(MIN_SHRINK, self.shrink)
+        self.drain = known if self.rate > 0 else self.queues.total / UNKNOWN_RATE_S
         self.reports += 1
 
 

@@ -52,7 +52,8 @@ def point(data: bytes) -> int:
 
 
 MIN_KEY_TOKENS = 32  # a shorter prefix is no reason to prefer a replica
-CACHE_WORTH = 2  # times the tokens that its cache may save, a replica's queue may be longer than the next one's
+CACHE_WORTH = 2  # times the tokens that its cache may save, a replica's queue may be longer than another's
+MAX_SPREAD = 8  # first replicas of a key's order that share its requests, where one cannot serve them all
 BALANCE = 1.25  # times the mean load: bounded-load consistent hashing (Mirrokni, Thorup and Zadimoghaddam 2018)
 
 
@@ -77,8 +78,8 @@ class ReplicaSelector:
         Args:
             key: From `key_of`.
             exclude: Replicas to leave out.
-            cacheable: Tokens that the key's own replica may have cached. They are worth a longer queue than the next
-                replica's, within a bound: a short query before long items is soon computed again.
+            cacheable: Tokens that the key's own replica may have cached. They are worth a longer queue than those of
+                the next replicas, within a bound: a short query before long items is soon computed again.
 
         Returns:
             Names, best first; empty if none is known.
@@ -93,8 +94,10 @@ class ReplicaSelector:
             return ()
         ahead = loads[order]
         bound = BALANCE * float(ahead.mean()) + self._router.max_imbalance_tokens
-        if len(order) > 1 and self._second_is_better(float(ahead[0]), float(ahead[1]), key, cacheable):
-            order[:2], ahead[:2] = order[1::-1].copy(), ahead[1::-1].copy()
+        best = self._best(ahead, key, cacheable)
+        if best:
+            for places in (order, ahead):
+                places[: best + 1] = np.roll(places[: best + 1], 1)
         over = ahead > bound
         if over.any():
             busy = order[over]
@@ -102,11 +105,18 @@ class ReplicaSelector:
         return tuple(fleet.names[order].tolist())
 
     @staticmethod
-    def _second_is_better(first: float, second: float, key: int | None, cacheable: int | None) -> bool:
-        """Compares the first two of an order. Without a key it is random, and two choices are enough for balance."""
+    def _best(ahead: npt.NDArray[np.float64], key: int | None, cacheable: int | None) -> int:
+        """Returns the place in an order of the replica to take, by the tokens ahead at each.
+
+        Without a key the order is random, and two choices are enough for balance.
+        """
         if key is None:
-            return first > second
-        return cacheable is not None and first > second + CACHE_WORTH * cacheable
+            return int(ahead[:2].argmin())
+        if cacheable is None:
+            return 0
+        costs = ahead[:MAX_SPREAD].copy()
+        costs[1:] += CACHE_WORTH * cacheable
+        return int(costs.argmin())
 
     @staticmethod
     def cacheable(call: AnyCall) -> int:

@@ -34,7 +34,7 @@ from engine.scheduler.request_state import (
     SequenceState,
 )
 from engine.scheduler.running_batch import RunningBatch
-from engine.scheduler.score_batcher import ScoreBatcher, ScorePart
+from engine.scheduler.score_batcher import ScoreBatcher, ScorePart, rank
 from gpu_sampler.output import SampleOutput, VerifyOutput
 from gpu_sampler.sampler import Sampler
 
@@ -254,9 +254,7 @@ class Scheduler:
             return True
         # Nearly all requests of the queue wait, so that one or two of each tenant are looked at.
         waiting = {
-            tenant: priority
-            for tenant, priority, requests in self.prompts.by_tenant()
-            if any(map(_waits, requests))
+            tenant: priority for tenant, priority, requests in self.prompts.by_tenant() if any(map(_waits, requests))
         }
         if self._over_share.issuperset(waiting):
             self._over_share = frozenset()
@@ -279,9 +277,7 @@ class Scheduler:
     def _prefill_admitted(self, budget: int, give: Callable[[GenerationState, int, int], int]) -> int:
         """Serves the admitted requests in order of priority and arrival; returns the tokens used."""
         used = 0
-        for state in sorted(
-            {row.parent for row in self.running.prefilling}, key=lambda one: (one.priority, one.arrival)
-        ):
+        for state in sorted({row.parent for row in self.running.prefilling}, key=rank):
             spent = give(state, budget - used, budget - used) if used < budget else 0
             self.prompts.charge(state, spent)
             used += spent

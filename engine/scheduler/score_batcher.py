@@ -12,7 +12,7 @@ from engine.batch.input_batch import ScheduledSequence
 from engine.kv_cache.manager import NO_SLOTS, KVCacheManager
 from engine.requests import Int32s
 from engine.scheduler.fair_queue import STOP
-from engine.scheduler.request_state import ItemState, LikelihoodState, ScoringState
+from engine.scheduler.request_state import ItemState, LikelihoodState, RequestState, ScoringState
 
 MAX_PASSED = 16  # requests whose items are too long for the rest of a step, before it is left empty
 MAX_NO_ROOM = 16  # requests that find too few free slots, before a step is closed: each looks for slots to free
@@ -334,7 +334,7 @@ class ScoreBatcher:
         return taken
 
 
-def rank(state: ScoringState) -> Rank:
+def rank(state: RequestState) -> Rank:
     """Returns the place of a request in a strict order: the first is never thrown out and never overtaken."""
     return state.priority, state.arrival
 

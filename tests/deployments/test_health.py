@@ -78,6 +78,52 @@ class Watched:
         return Found(times.get("unready"), times.get("suspected"), times.get("check_health"))
 
 
+class Counted(ReplicaServer):
+    """A replica whose canaries are counted."""
+
+    ran = 0
+
+    async def start(self, model: Any = None) -> None:
+        await super().start(model)
+        run = self._canary.run
+
+        async def counted(timeout_s: float) -> Any:
+            self.ran += 1
+            return await run(timeout_s)
+
+        self._canary.run = counted  # type: ignore[method-assign]
+
+
+async def canaries(server: Any, ingresses: int) -> int:
+    """Returns how many canaries ran while so many ingresses sent one each, half together and half one after another."""
+    server.ran = 0
+    together = await asyncio.gather(*(server.canary() for _ in range(ingresses // 2)))
+    later = [await server.canary() for _ in range(ingresses // 2)]
+    assert {reply.failure for reply in (*together, *later)} == {None}
+    return int(server.ran)
+
+
+async def test_ingresses_share_the_canaries_of_a_replica(
+    watched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await watched(Counted)
+    await one.board.stop()
+    monkeypatch.setattr("deployments.replica.replica.SHARED_CANARY", 1e6)
+    assert await canaries(one.server, 20) <= 1
+    one.server._canary._passed = None
+    assert await canaries(one.server, 20) == 1
+
+
+async def test_without_sharing_each_ingress_would_cost_a_canary(
+    watched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted counterpart: a pass is good for one answer."""
+    one = await watched(Counted)
+    await one.board.stop()
+    monkeypatch.setattr("deployments.replica.replica.SHARED_CANARY", 0.0)
+    assert await canaries(one.server, 20) >= 10
+
+
 def task(*prompt: int) -> GenerateCall:
     params = SamplingParams(max_tokens=5)
     return (GenerateRequest(request_id="g", prompt=np.array(prompt, np.int32), params=params, seed=17),)

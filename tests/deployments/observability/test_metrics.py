@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.config.app_args import AppArgs
 from deployments.config.sections import MetricsArgs
+from deployments.observability import exposition
 from deployments.observability.exposition import Snapshot, merge, render
 from deployments.observability.ingress_metrics import ArrayHistogram, IngressMetrics
 from deployments.observability.scrape import MetricsScraper
@@ -316,6 +318,62 @@ class Cluster:
 
     async def own(self) -> Snapshot:
         return rendered("Ingress", "i1", self.metrics.families())
+
+
+async def longest_hold_s(collect: Any) -> float:
+    """Runs `collect` beside a task that is always ready; returns the longest time in which that did not run."""
+    longest, last, over = 0.0, time.perf_counter(), False
+
+    async def watch() -> None:
+        nonlocal longest, last
+        while not over:
+            await asyncio.sleep(0)
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+
+    watcher = asyncio.create_task(watch())
+    await asyncio.sleep(0)
+    await collect()
+    over = True
+    await watcher
+    return longest
+
+
+def used_metrics() -> tuple[Metric, ...]:
+    """The metrics of an ingress, with many series in use."""
+    metrics = IngressMetrics()
+    for status in (200, 429, 500):
+        for route in ("/v1/score", "/v1/completions", "/generative_scoring", "/v1/chat/completions"):
+            metrics.request_started()
+            metrics.request_ended(route, status, "", 0.1)
+            metrics.first_token(route, 0.1)
+            metrics.token_gap(route, 0.1)
+    return metrics.families()
+
+
+async def test_a_scrape_of_a_hundred_processes_holds_no_loop() -> None:
+    """Each process renders its own metrics, in pieces; the one that is scraped joins bytes. Bound: 10 ms."""
+    families = used_metrics()
+    snapshots = [await exposition.snapshot("Ingress", f"i{number}", families) for number in range(100)]
+
+    async def joined() -> None:
+        merge(snapshots)
+
+    async def own() -> None:
+        await exposition.snapshot("Ingress", "i", families)
+
+    assert min([await longest_hold_s(joined) for _ in range(3)]) < 0.010
+    assert min([await longest_hold_s(own) for _ in range(3)]) < 0.010
+
+
+async def test_rendering_them_where_they_are_joined_would_hold_it() -> None:
+    """The planted counterpart."""
+    families = used_metrics()
+
+    async def rendered_there() -> None:
+        merge([rendered("Ingress", f"i{number}", families) for number in range(100)])
+
+    assert await longest_hold_s(rendered_there) > 0.050
 
 
 async def test_scrapes_at_the_same_time_are_one_and_soon_after_the_same() -> None:

@@ -139,6 +139,22 @@ async def test_a_replica_that_misses_two_canaries_is_suspected_until_it_passes_o
     assert set(world.board.suspects(running)) == {"a"}
 
 
+async def test_the_suspects_of_an_unchanged_fleet_are_not_looked_for_again() -> None:
+    """Each call asks. Until a pass grows old, or one comes from a suspect, the answer stays."""
+    world, running = World(), tuple(map(str, range(256)))
+    await world.look(*map(passed, running))
+    world.board.suspects(running)
+    looked = world.board._since
+    world.now += 9.9
+    assert not world.board.suspects(running)
+    assert world.board._since is looked
+    world.now += 0.2
+    assert len(world.board.suspects(running)) == 256
+    assert world.board._since is not looked
+    await world.look(passed("7"))
+    assert len(world.board.suspects(running)) == 255
+
+
 async def test_one_that_was_a_zombie_before_we_came_is_suspected_after_two_periods() -> None:
     world = World()
     assert not world.board.suspects(["zombie"])

@@ -14,6 +14,7 @@ from ray.serve.request_router import RequestRouter
 
 from deployments.config.sections import RouterArgs
 from deployments.protocol import GenerateCall, Route
+from deployments.routing import load_tracker, replica_selection
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.replica_selection import (
     MIN_KEY_TOKENS,
@@ -224,6 +225,58 @@ def test_a_long_beginning_is_worth_a_queue_and_twice_as_long_a_queue_is_not() ->
     assert placement.rank(KEYS[0], (), 4000) == (other, home)
     loads.send(other, 1)
     assert placement.rank(KEYS[0], (), 4000) == (home, other)
+
+
+def test_a_key_that_one_replica_cannot_serve_is_shared_by_the_next_ones() -> None:
+    loads, _ = make_loads(*NAMES)
+    placement, order = make_placement(loads), ordered(NAMES, KEYS[0])
+    for place in range(4):
+        assert placement.rank(KEYS[0], (), 100)[0] == order[place]
+        loads.send(order[place], 1000)
+
+
+def test_two_replicas_alone_would_both_be_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plants the fault: the second is the last that takes over."""
+    monkeypatch.setattr(replica_selection, "MAX_SPREAD", 2)
+    loads, _ = make_loads(*NAMES)
+    placement, order = make_placement(loads), ordered(NAMES, KEYS[0])
+    loads.send(order[0], 1000)
+    loads.send(order[1], 1000)
+    assert placement.rank(KEYS[0], (), 100)[0] in order[:2]
+
+
+def seen_full(monkeypatch: pytest.MonkeyPatch, *, trend_s: float) -> float:
+    """A queue of 1,000 tokens that others keep full is reported every second; returns its load as seen in between."""
+    monkeypatch.setattr(load_tracker, "TREND_S", trend_s)
+    loads, clock = make_loads("a")
+    for _ in range(8):
+        ticket = loads.send("a", 50)
+        loads.report(ticket, Load(1000, 1000.0))
+        loads.close(ticket)
+        clock.now += 1
+    clock.now -= 0.1
+    return loads.load("a")
+
+
+def test_a_queue_that_others_fill_is_not_seen_as_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seen_full(monkeypatch, trend_s=0.3) > 800
+
+
+def test_a_queue_that_only_shrank_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plants the fault: a queue shrinks by the replica's speed, whatever others send."""
+    assert seen_full(monkeypatch, trend_s=float("inf")) < 200
+
+
+def test_the_loads_of_all_are_those_of_each() -> None:
+    loads, clock = make_loads(*NAMES)
+    tickets = [loads.send(name, 100 * place) for place, name in enumerate(NAMES)]
+    loads.report(tickets[3], Load(5000, 100.0))
+    loads.hold(tickets[5])
+    loads.close(tickets[6])
+    clock.now += 2
+    names, tokens = loads.loads()
+    assert names == NAMES
+    assert tokens.tolist() == [loads.load(name) for name in NAMES]
 
 
 def test_what_a_cache_may_spare_is_the_prefix_or_the_first_prompt() -> None:
