@@ -269,7 +269,7 @@ class GenerateChunk(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """Holds one new token of each of R rows, none of which ends with it: columns of chunks of one token.
+    """Holds one new token of each of R rows that go on, as columns of chunks of one token.
 
     The log-probability columns are None if no row wants any, and are as wide as the widest row wants.
     """

@@ -236,7 +236,8 @@ def main() -> None:
         for name in given.models.split(",")
         for row in measured(name, MODELS[name](), max(1, given.rounds // SHARE[name]), given.batch)
     ]
-    notes = f"float32, {given.threads} threads, median of {given.rounds} rounds, a third of them for 0.1B; the library's batches of {given.batch}"
+    rounds = f"median of {given.rounds} rounds, a third of them for 0.1B"
+    notes = f"float32, {given.threads} threads, {rounds}; the library's batches of {given.batch}"
     publish("cpu", rows, given.out, notes=notes)
 
 

@@ -33,7 +33,7 @@ def measured(sources: Path) -> list[dict[str, Any]]:
     path = os.pathsep.join(map(str, dict.fromkeys((sources, ROOT))))
     environment = os.environ | {"PYTHONPATH": path, "ASSAY_TEST_FAULTS": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.engine.step_host_clock"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(command, cwd=sources, env=environment, stdout=subprocess.PIPE, check=True)
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
