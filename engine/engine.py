@@ -251,9 +251,10 @@ class Engine:
         return sorted(chunks, key=lambda chunk: chunk.branch)
 
     async def _result(self, state: ScoringState) -> object:
+        results = _queue_of(state)
         self._enter(state)
         try:
-            return await state.results.get()
+            return await results.get()
         finally:
             self._leave(state)
 
@@ -262,11 +263,12 @@ class Engine:
         check_generate(request, self._bounds)
         submission = self._submit(request, "generate")
         state = GenerationState(request=request, stream_interval=stream_interval, **submission)
+        results = _queue_of(state)
         self._enter(state)
         left = request.params.n
         try:
             while left:
-                result = await state.results.get()
+                result = await results.get()
                 if not isinstance(result, GenerateChunk):
                     raise _error(result)
                 left -= result.finish is not None
@@ -368,6 +370,13 @@ class RunningGeneration:
         if not self.over:
             self.over = True
             self._leave(self._state)
+
+
+def _queue_of(state: GenerationState | ScoringState) -> ResultQueue:
+    """Returns the queue that a caller of this module waits at."""
+    if not isinstance(state.results, ResultQueue):
+        raise TypeError(f"{type(state.results).__name__} is no queue.")
+    return state.results
 
 
 def _error(result: object) -> EngineError:

@@ -23,7 +23,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from engine.testing.toy_model import ToyModel
 
 from benchmarks.support.report import Row, publish
 from deployments.auth.api_keys import ApiKey, digest_of
@@ -53,6 +52,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.tenant_queues import TenantQueues, TenantTokens
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams
+from tests.support.toy_model import ToyModel
 
 VOCAB = 1024
 RUNS = 7

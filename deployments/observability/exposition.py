@@ -54,7 +54,7 @@ async def snapshot(deployment: str, replica: str, metrics: Sequence[Metric]) -> 
 def render(metric: Metric, labels: Mapping[str, str]) -> RenderedFamily:
     """Renders one metric, each sample with more labels."""
     own = Metric(metric.name, metric.documentation, metric.type)
-    own.samples = [sample._replace(labels=sample.labels | labels) for sample in metric.samples]
+    own.samples = [sample._replace(labels={**sample.labels, **labels}) for sample in metric.samples]
     about, kind, samples = generate_latest(_One(own)).split(b"\n", 2)
     return RenderedFamily(metric.name, about + b"\n" + kind + b"\n", samples)
 

@@ -43,14 +43,13 @@ def bodies() -> list[tuple[str, dict[str, Any]]]:
     for number in range(PLAIN):
         generation = {"prompt": text(10), "max_tokens": TOKENS, "seed": number, "ignore_eos": True, "top_p": 0.9}
         scores = {"query": text(20), "items": [text(6) for _ in range(64)], "labels": [" yes", " no"]}
-        found.append(
-            [
-                ("/v1/completions", generation | {"logprobs": 2}),
-                ("/v1/completions", generation | {"n": 3}),
-                ("/generative_scoring", scores),
-                ("/tokenize", {"prompt": text(200)}),
-            ][number % 4]
-        )
+        kinds: list[tuple[str, dict[str, Any]]] = [
+            ("/v1/completions", generation | {"logprobs": 2}),
+            ("/v1/completions", generation | {"n": 3}),
+            ("/generative_scoring", scores),
+            ("/tokenize", {"prompt": text(200)}),
+        ]
+        found.append(kinds[number % 4])
     for number in range(STREAMS):
         body = {"prompt": text(8), "max_tokens": TOKENS, "seed": number, "ignore_eos": True, "stream": True}
         found.append(("/v1/completions", body | {"return_token_ids": True}))
@@ -174,7 +173,12 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fast]:
 )
 def test_plain_requests_outlive_the_ingresses_that_are_killed(fast: Fast) -> None:
     seen, times = asyncio.run(killed(fast, random.Random(SEED)))
-    words = {"kills": KILLS, "answered": seen.answered, "streams": seen.streams, "resumed": seen.resumed}
+    words: dict[str, object] = {
+        "kills": KILLS,
+        "answered": seen.answered,
+        "streams": seen.streams,
+        "resumed": seen.resumed,
+    }
     words |= {"failed": dict(seen.failed), "whole_again_s": [round(one, 1) for one in times]}
     print("random kills:", words)
     assert not seen.failed and seen.answered > 20 * KILLS and seen.streams

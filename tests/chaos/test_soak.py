@@ -34,18 +34,17 @@ def large(rng: random.Random) -> tuple[str, dict[str, Any]]:
     """A body near a limit: some are answered, others are refused after all of it was read."""
     unit = rng.choice(["a", " ", "\u0301", "\U0001f600", "a red chair "])
     items = [filled("a red chair ", BODY // 4096 - 16)] * 4000
-    return rng.choice(
-        [
-            ("/tokenize", {"prompt": filled(unit, rng.choice([TEXT, 200_000])), "return_token_strs": True}),
-            ("/detokenize", {"tokens": [rng.randrange(4000)] * rng.choice([200_000, 400_000])}),
-            ("/v1/completions", {"prompt": filled(unit, 1_900_000), "max_tokens": 1}),
-            ("/v1/completions", {"prompt": [[5] * 900] * 4, "max_tokens": 8, "n": 4, "logprobs": 20, "echo": True}),
-            ("/v1/completions", {"prompt": "a", "max_tokens": 1, "user": "x", "metadata": [0.5] * 3_000_000}),
-            ("/generative_scoring", {"query": "a", "items": items, "label_token_ids": [5, 6]}),
-            ("/generative_scoring", {"query": "a", "items": ["a"] * 2000, "label_token_ids": list(range(200))}),
-            ("/rerank", {"query": "a", "texts": items, "return_text": True}),
-        ]
-    )
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("/tokenize", {"prompt": filled(unit, rng.choice([TEXT, 200_000])), "return_token_strs": True}),
+        ("/detokenize", {"tokens": [rng.randrange(4000)] * rng.choice([200_000, 400_000])}),
+        ("/v1/completions", {"prompt": filled(unit, 1_900_000), "max_tokens": 1}),
+        ("/v1/completions", {"prompt": [[5] * 900] * 4, "max_tokens": 8, "n": 4, "logprobs": 20, "echo": True}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "user": "x", "metadata": [0.5] * 3_000_000}),
+        ("/generative_scoring", {"query": "a", "items": items, "label_token_ids": [5, 6]}),
+        ("/generative_scoring", {"query": "a", "items": ["a"] * 2000, "label_token_ids": list(range(200))}),
+        ("/rerank", {"query": "a", "texts": items, "return_text": True}),
+    ]
+    return rng.choice(kinds)
 
 
 async def soak(url: str, seconds: float) -> Counter[int]:

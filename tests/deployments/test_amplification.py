@@ -134,7 +134,7 @@ async def api(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 TOKENS = [300] * WIRE.max_tokenize_tokens
 ANSWERED = "a red chair " * (WIRE.max_tokenize_tokens // 8)
-TEN = {
+TEN: dict[str, tuple[str, dict[str, Any], int]] = {
     "what is answered": ("/tokenize", {"prompt": ANSWERED, "return_token_strs": True}, 200),
     "marks": ("/tokenize", {"prompt": filled("\u0301", LIMITED), "return_token_strs": True}, 413),
     "ids": ("/detokenize", {"tokens": TOKENS}, 200),

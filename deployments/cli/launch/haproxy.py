@@ -29,7 +29,7 @@ import tempfile
 import time
 from importlib import util
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 LOOPBACK = "127.0.0.1"
 FOLDER = "/tmp"  # short, because a socket path may have 97 bytes and Ray adds 69
@@ -128,7 +128,7 @@ def _error_file(folder: Path, status: int) -> Path:
 
 def _error_answer(code: str, message: str) -> bytes:
     """Returns a whole HTTP answer. It has no request id, as no process of ours gave one."""
-    error = {"message": message, "type": "server_error", "param": None, "code": code, "details": []}
+    error: dict[str, Any] = {"message": message, "type": "server_error", "param": None, "code": code, "details": []}
     body = json.dumps({"error": error, "request_id": None}).encode("utf-8")
     head = (
         "HTTP/1.1 503 Service Unavailable",

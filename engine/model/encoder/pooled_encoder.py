@@ -19,6 +19,7 @@ from engine.model.heads.pooling_head import PoolingModel
 from engine.model.heads.row_pooling import pool_rows
 from engine.model.lm_head import HeadSpec, LogprobQuery, RowLogprobs
 from engine.model.startup_progress import StartupProgress, silent, timed
+from engine.model.weights_digest import weights_digest
 from engine.requests import Int32s
 
 
@@ -47,6 +48,8 @@ class PooledEncoder:
             UnsupportedModel: The model would be computed wrong, or not at all.
             ValueError: `max_model_len` is more than the model has positions for.
         """
+        with timed("weights digest", progress):
+            self.weights_digest = weights_digest(model.body, model.head)
         self._encoder = EncoderModel(model.body, max_model_len=max_model_len, seed=engine.seed, progress=progress)
         self._pooler = model.head
         self.pooling_head: HeadInfo | None = model.head.info

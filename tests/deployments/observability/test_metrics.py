@@ -26,6 +26,11 @@ from gpu_sampler.sampling_params import SamplingParams
 from tests.support import toy_model
 
 
+def parsed(snapshot: Snapshot) -> tuple[Metric, ...]:
+    """Reads the rendered metrics of a process."""
+    return tuple(text_string_to_metric_families(merge([snapshot]).decode()))
+
+
 def values(families: Sequence[Metric]) -> dict[str, float]:
     """Sums over labels, by sample name; summaries and states keep their labels."""
     found: dict[str, float] = {}
@@ -187,7 +192,7 @@ async def crowd(server: ReplicaServer, model: toy_model.ToyModel) -> tuple[Metri
             await asyncio.sleep(0.001)
         held.go.set()
         assert await asyncio.to_thread(held.decoding.wait, 20)
-        during = (await server.collect()).families
+        during = parsed(await server.collect())
         held.on.set()
         await asyncio.gather(*many)
     return during
@@ -232,7 +237,7 @@ REPLICA_MOVES = {  # by family: samples that must change; a family without an en
 async def test_every_metric_of_a_replica_moves(toy_args: dict[str, Any]) -> None:
     """A pool of 160 slots holds two of these rows to their ends, not eight: rows are evicted and preempted."""
     server, model = await make_server(toy_args, 160, max_running=8, admission_tokens=1)
-    before = (await server.collect()).families
+    before = parsed(await server.collect())
     during = await crowd(server, model)
     await server.generate(generate([5, toy_model.RAISE]))
     await server.generate(generate([5, toy_model.NAN]))
@@ -243,7 +248,7 @@ async def test_every_metric_of_a_replica_moves(toy_args: dict[str, Any]) -> None
         request_id="s", prefix=rows, ids=rows, starts=np.array([0, 5, 12], np.int32), labels=rows[:3], full=True
     )
     await server.score(task)
-    after = (await server.collect()).families
+    after = parsed(await server.collect())
     server.stop()
     assert {family.name for family in after} == REPLICA_MOVES.keys()
     constant = {name for name in ("assay_warmup_seconds{total}", "assay_build_info{toy}") if values(after)[name] > 0}
@@ -256,14 +261,14 @@ async def test_a_real_model_tells_of_padding_and_of_its_head(toy_args: dict[str,
     builtin = {"model": {"path": "builtin", "device": "cpu"}}
     server = ReplicaServer(AppArgs.model_validate(toy_args | builtin), "r1")
     await server.start()
-    before = (await server.collect()).families
+    before = parsed(await server.collect())
     await server.generate(generate([5, 6, 7], max_tokens=3, temperature=0))
     rows = np.arange(12, dtype=np.int32)
     starts = np.array([0, 5, 12], np.int32)
     reply = await server.score(ScoreRequest(request_id="s", prefix=rows, ids=rows, starts=starts, labels=rows[:3]))
     model: Any = server.engine.model
     model.graph_replays += 3
-    after = (await server.collect()).families
+    after = parsed(await server.collect())
     server.stop()
     assert isinstance(reply, ScoreResult)
     assert 0 < reply.head_s < reply.compute_s

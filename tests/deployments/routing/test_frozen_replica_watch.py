@@ -24,12 +24,13 @@ def request(number: int) -> tuple[str, dict[str, Any]]:
     """Scores, plain generations that are short and long, and streams."""
     prompt = [number, *range(20)]
     generation = {"prompt": prompt, "max_tokens": 20, "seed": number, "ignore_eos": True}
-    return [
+    kinds: list[tuple[str, dict[str, Any]]] = [
         ("/generative_scoring", {"query": prompt, "items": [[1, 2]], **LABELS}),
         ("/v1/completions", generation),
         ("/v1/completions", generation | {"max_tokens": 400}),
         ("/v1/completions", generation | {"stream": True}),
-    ][number % 4]
+    ]
+    return kinds[number % 4]
 
 
 async def asked(fleet: Any, seconds: float) -> list[Any]:

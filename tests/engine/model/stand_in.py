@@ -197,6 +197,13 @@ class ReplayedPrefill(PrefillGraphs):
         return _again(self, step, count)
 
 
+def run_drafts(graphs: DraftGraphs, size: int) -> None:
+    """Runs all steps of a run of drafts, as their graphs do one after another."""
+    left = None
+    for offset in range(graphs._drafts):
+        left = graphs._step(size, offset, left)
+
+
 class ReplayedDrafts(DraftGraphs):
     """Counts like `Replayed`, for whole runs of drafts."""
 
@@ -205,6 +212,6 @@ class ReplayedDrafts(DraftGraphs):
 
         def replay() -> None:
             self.replays.append(size)
-            self._run(size)
+            run_drafts(self, size)
 
         return [SimpleNamespace(replay=replay)]
