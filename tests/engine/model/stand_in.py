@@ -197,6 +197,13 @@ class ReplayedPrefill(PrefillGraphs):
         return _again(self, step, count)
 
 
+def run_steps(graphs: DraftGraphs, size: int) -> None:
+    """Runs all steps of a row count without a graph."""
+    left = None
+    for offset in range(graphs._drafts):
+        left = graphs._step(size, offset, left)
+
+
 class ReplayedDrafts(DraftGraphs):
     """Counts like `Replayed`, for whole runs of drafts."""
 
@@ -205,6 +212,6 @@ class ReplayedDrafts(DraftGraphs):
 
         def replay() -> None:
             self.replays.append(size)
-            self._run(size)
+            run_steps(self, size)
 
         return [SimpleNamespace(replay=replay)]
