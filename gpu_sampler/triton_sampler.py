@@ -25,6 +25,8 @@ Shape legend: R rows, B requests, K draft steps, R = B (K + 1) in a verify step,
 
 from collections.abc import Callable, Iterator
 from enum import IntFlag
+from functools import reduce
+from operator import or_
 from typing import Final
 
 import numpy as np
@@ -87,27 +89,20 @@ def launch_flags(state: SamplingState, slot: int, processed: bool) -> LaunchFlag
         processed: log-probabilities are those after all filters.
     """
     flags, route = SlotFlag(int(state.flags[slot])), branch(state, slot)
-    found = LaunchFlags(0)
-    if flags & SlotFlag.HAS_OVERLAY:
-        found |= LaunchFlags.OVERLAY
-    if flags & SlotFlag.HAS_MASK:
-        found |= LaunchFlags.MASK
-    if flags & (SlotFlag.COUNTS | SlotFlag.HAS_BAD_WORDS):
-        found |= LaunchFlags.TOKEN_COUNTS
     rejects = route == "nucleus" and state.top_p[slot] < 1
-    if rejects:
-        found |= LaunchFlags.NUCLEUS_REJECTION
-    if route == "nucleus" or (route == "candidates" and state.top_k[slot] > CANDIDATES):
-        found |= LaunchFlags.NUCLEUS_FALLBACK
-    if route in ("nucleus", "candidates") or state.n_top[slot] > 0:
-        found |= LaunchFlags.TOP_N
-    if flags & SlotFlag.WANTS_LOGPROBS:
-        moved = bool(flags & (SlotFlag.HAS_OVERLAY | SlotFlag.HAS_MASK))
-        if moved and not processed:
-            found |= _REPORTS
-        if route == "plain" or (route == "nucleus" and not rejects):
-            found |= LaunchFlags.TOKEN_RANK
-    return found
+    wide = route == "nucleus" or (route == "candidates" and state.top_k[slot] > CANDIDATES)
+    wants, moved = SlotFlag.WANTS_LOGPROBS in flags, flags & (SlotFlag.HAS_OVERLAY | SlotFlag.HAS_MASK)
+    needs = (
+        (flags & SlotFlag.HAS_OVERLAY, LaunchFlags.OVERLAY),
+        (flags & SlotFlag.HAS_MASK, LaunchFlags.MASK),
+        (flags & (SlotFlag.COUNTS | SlotFlag.HAS_BAD_WORDS), LaunchFlags.TOKEN_COUNTS),
+        (rejects, LaunchFlags.NUCLEUS_REJECTION),
+        (wide, LaunchFlags.NUCLEUS_FALLBACK),
+        (route in ("nucleus", "candidates") or state.n_top[slot] > 0, LaunchFlags.TOP_N),
+        (wants and moved and not processed, _REPORTS),
+        (wants and (route == "plain" or (route == "nucleus" and not rejects)), LaunchFlags.TOKEN_RANK),
+    )
+    return reduce(or_, (flag for needed, flag in needs if needed), LaunchFlags(0))
 
 
 def kernels_of(flags: LaunchFlags, *, apart: bool = False) -> tuple[str, ...]:

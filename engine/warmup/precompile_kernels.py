@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, get_args
 
 import torch
@@ -137,16 +137,15 @@ def _capability(text: str) -> int:
     return 10 * int(found[1]) + int(found[2])
 
 
-class within:
-    """Checks an argument: a whole number from `low` to `high`."""
+def within(low: int, high: int) -> Callable[[str], int]:
+    """Returns the type of an argument that is a whole number from `low` to `high`."""
 
-    def __init__(self, low: int, high: int) -> None:
-        self._low, self._high = low, high
-
-    def __call__(self, text: str) -> int:
-        if not (text.isdecimal() and self._low <= int(text) <= self._high):
-            raise argparse.ArgumentTypeError(f"must be in [{self._low}, {self._high}]. Given: {text}.")
+    def parse(text: str) -> int:
+        if not (text.isdecimal() and low <= int(text) <= high):
+            raise argparse.ArgumentTypeError(f"must be in [{low}, {high}]. Given: {text}.")
         return int(text)
+
+    return parse
 
 
 if __name__ == "__main__":

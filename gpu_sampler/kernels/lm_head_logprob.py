@@ -28,7 +28,7 @@ row. Bytes: the hidden rows and the head once a group of row tiles, and the part
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -333,32 +333,38 @@ def head_logprob(
         ValueError: shapes, types or devices do not belong together.
     """
     check_head(hidden_ND, head_VD, bias_V)
-    rows, vocab, device = len(hidden_ND), len(head_VD), hidden_ND.device
+    rows, (vocab, width), device = len(hidden_ND), head_VD.shape, hidden_ND.device
     _check_targets(targets_N, rows, vocab, device)
     tile = tile or TILES[hidden_ND.dtype]
     types = (torch.float32, torch.int32, torch.float32, torch.bool, torch.int32)
     found = TargetLogprobs(*(torch.empty(rows, dtype=dtype, device=device) for dtype in types))
     targets_N = targets_N.to(torch.int64).contiguous()
-    options = {
-        "bias": bias_V,
-        "scale": float(scale),
-        "softcap": float(softcap),
-        "BIASED": bias_V is not None,
-        "SCALED": scale != 1.0,
-        "CAPPED": softcap != 0.0,
-        "ROUNDED": _ROUNDINGS[round_logits],
-        "UPCAST": INTERPRETED,
-        "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
-        "DEPTH": tile.depth,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
-    step = rows_at_once(vocab, tile, workspace)
+    id_tiles, step = triton.cdiv(vocab, tile.columns), rows_at_once(vocab, tile, workspace)
     for first in range(0, rows, step):
         part = slice(first, first + step)
-        out = TargetLogprobs(*(field[part] for field in found))
-        _pass(hidden_ND[part], head_VD, targets_N[part], tile, options, out)
+        hidden, targets = hidden_ND[part], targets_N[part]
+        count = len(hidden)
+        row_tiles, padded = triton.cdiv(count, tile.rows), -(-count // 128) * 128
+        at_N = torch.empty(count, device=device)
+        peaks_TN, totals_TN = (torch.empty((id_tiles, padded), device=device) for _ in range(2))
+        counts_TN = torch.empty((id_tiles, padded), dtype=torch.int32, device=device)
+        common = {
+            "hidden_stride": hidden.stride(0), "head_stride": head_VD.stride(0), "bias": bias_V, "targets": targets,
+            "at": at_N, "N": count, "V": vocab, "D": width, "scale": float(scale), "softcap": float(softcap),
+            "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "UPCAST": INTERPRETED,
+            "BIASED": bias_V is not None, "SCALED": scale != 1.0, "CAPPED": softcap != 0.0,
+            "ROUNDED": _ROUNDINGS[round_logits], "num_warps": tile.warps, "num_stages": tile.stages,
+        }  # fmt: skip
+        _targets_kernel[(row_tiles,)](hidden=hidden, head=head_VD, **common)
+        rows_of, head_of = _described(hidden, tile.rows, tile), _described(head_VD, tile.columns, tile)
+        _tiles_kernel[(min(_multiprocessors(device) * tile.programs, row_tiles * id_tiles),)](
+            hidden=rows_of, head=head_of, peaks=peaks_TN, totals=totals_TN, counts=counts_TN, padded=padded,
+            GROUP=tile.group, HIDDEN_DESCRIBED=rows_of is not hidden, HEAD_DESCRIBED=head_of is not head_VD, **common,
+        )  # fmt: skip
+        _combine_kernel[(triton.cdiv(count, _COMBINE_ROWS),)](
+            peaks_TN, totals_TN, counts_TN, padded, targets, at_N, *(field[part] for field in found), count, vocab,
+            id_tiles, ROWS=_COMBINE_ROWS, CHUNK=128, num_warps=8,
+        )  # fmt: skip
     return found
 
 
@@ -374,41 +380,6 @@ def _check_targets(targets_N: torch.Tensor, rows: int, vocab: int, device: torch
         raise ValueError(f"got {got}, expected int32 or int64 ({rows},) into at least one")
     if targets_N.device != device:
         raise ValueError(f"got targets on {targets_N.device}, expected {device} as hidden")
-
-
-def _pass(
-    hidden_ND: torch.Tensor,
-    head_VD: torch.Tensor,
-    targets_N: torch.Tensor,
-    tile: HeadTile,
-    options: dict[str, Any],
-    out: TargetLogprobs,
-) -> None:
-    """Launches the three kernels for rows whose partial results the workspace holds."""
-    rows, (vocab, width), device = len(hidden_ND), head_VD.shape, hidden_ND.device
-    row_tiles, id_tiles, padded = triton.cdiv(rows, tile.rows), triton.cdiv(vocab, tile.columns), -(-rows // 128) * 128
-    at_N = torch.empty(rows, device=device)
-    peaks_TN, totals_TN = (torch.empty((id_tiles, padded), device=device) for _ in range(2))
-    counts_TN = torch.empty((id_tiles, padded), dtype=torch.int32, device=device)
-    options = options | {
-        "targets": targets_N,
-        "at": at_N,
-        "N": rows,
-        "V": vocab,
-        "D": width,
-        "hidden_stride": hidden_ND.stride(0),
-        "head_stride": head_VD.stride(0),
-    }
-    _targets_kernel[(row_tiles,)](hidden=hidden_ND, head=head_VD, **options)
-    hidden, head = _described(hidden_ND, tile.rows, tile), _described(head_VD, tile.columns, tile)
-    _tiles_kernel[(min(_multiprocessors(device) * tile.programs, row_tiles * id_tiles),)](
-        hidden=hidden, head=head, peaks=peaks_TN, totals=totals_TN, counts=counts_TN, padded=padded,
-        GROUP=tile.group, HIDDEN_DESCRIBED=hidden is not hidden_ND, HEAD_DESCRIBED=head is not head_VD, **options,
-    )  # fmt: skip
-    _combine_kernel[(triton.cdiv(rows, _COMBINE_ROWS),)](
-        peaks_TN, totals_TN, counts_TN, padded, targets_N, at_N, *out, rows, vocab, id_tiles,
-        ROWS=_COMBINE_ROWS, CHUNK=128, num_warps=8,
-    )  # fmt: skip
 
 
 def _described(rows_ND: torch.Tensor, rows: int, tile: HeadTile) -> torch.Tensor | TensorDescriptor:

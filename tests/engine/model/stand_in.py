@@ -197,8 +197,8 @@ class ReplayedPrefill(PrefillGraphs):
         return _again(self, step, count)
 
 
-def run_drafts(graphs: DraftGraphs, size: int) -> None:
-    """Runs all steps of a run of drafts, as their graphs do one after another."""
+def run_steps(graphs: DraftGraphs, size: int) -> None:
+    """Runs all steps of a row count without a graph."""
     left = None
     for offset in range(graphs._drafts):
         left = graphs._step(size, offset, left)
@@ -212,6 +212,6 @@ class ReplayedDrafts(DraftGraphs):
 
         def replay() -> None:
             self.replays.append(size)
-            run_drafts(self, size)
+            run_steps(self, size)
 
         return [SimpleNamespace(replay=replay)]

@@ -30,7 +30,7 @@ from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.spec_decode import Draft, DraftMethod, VerifyRules
 from gpu_sampler.state.host_state import SlotFlag
-from tests.engine.model.stand_in import Replayed, ReplayedDrafts, run_drafts
+from tests.engine.model.stand_in import Replayed, ReplayedDrafts, run_steps
 
 CPU = torch.device("cpu")
 VOCAB, WIDTH, LIVE, DRAFTS, POOL = 111, 40, 5, 3, 331
@@ -492,7 +492,7 @@ def test_between_the_drafts_one_launch_brings_each_to_the_next(
     monkeypatch.setattr(made.sampler, "launch_draft", lambda *_: Draft(*map(torch.as_tensor, drawn)))
     assert made.proposer._graphs is not None
     with torch.no_grad(), Launches() as launches:
-        run_drafts(made.proposer._graphs, size)
+        run_steps(made.proposer._graphs, size)
     assert launches.names.count("maximum") == DRAFTS - 1
     assert len(launches.names) == most, launches.names
 
