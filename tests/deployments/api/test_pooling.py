@@ -143,7 +143,7 @@ async def test_many_pairs_are_scored_side_by_side(
 ) -> None:
     backend.head = CROSS
     first, second = names
-    given = {first: ["q", "longer"], second: ["one", "two"], "use_activation": False}
+    given: dict[str, Any] = {first: ["q", "longer"], second: ["one", "two"], "use_activation": False}
     found = await ask(client, "/score", **given)
     pairs = zip(given[first], given[second], strict=True)
     wanted = [numbers(label_logprob, pair_ids(*pair), 1)[0] for pair in pairs]
