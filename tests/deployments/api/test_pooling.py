@@ -143,9 +143,9 @@ async def test_many_pairs_are_scored_side_by_side(
 ) -> None:
     backend.head = CROSS
     first, second = names
-    queries, documents = ["q", "longer"], ["one", "two"]
-    found = await ask(client, "/score", **{first: queries, second: documents, "use_activation": False})
-    pairs = zip(queries, documents, strict=True)
+    given: dict[str, Any] = {first: ["q", "longer"], second: ["one", "two"], "use_activation": False}
+    found = await ask(client, "/score", **given)
+    pairs = zip(given[first], given[second], strict=True)
     wanted = [numbers(label_logprob, pair_ids(*pair), 1)[0] for pair in pairs]
     assert [one["score"] for one in found["data"]] == pytest.approx(wanted, abs=1e-6)
 
