@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from tests.served import on_a_free_port, serving
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 NAMES = ("judge", "writer")
+ANNOUNCED_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +29,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         application["args"]["model"]["served_name"] = application["name"]
     file.write_text(yaml.safe_dump(config), "utf-8")
     with serving(file, f"http://127.0.0.1:{port}", prefixes=[f"/{name}" for name in NAMES]) as found:
+        end = time.monotonic() + ANNOUNCED_S
+        while not all(f"at {found}/{name}\n" in (folder / "log.txt").read_text("utf-8") for name in NAMES):
+            assert time.monotonic() < end, "an application was not announced"
+            time.sleep(0.1)
         yield found
     log = (folder / "log.txt").read_text("utf-8")
-    assert all(f"at {found}/{name}\n" in log for name in NAMES)  # each was announced
     assert "infinite retries" not in log and "disconnected" not in log
 
 
@@ -55,9 +60,8 @@ def test_each_prefix_has_the_whole_api_of_its_own_model(url: str) -> None:
 
 
 def test_a_model_answers_under_its_own_prefix_alone(url: str) -> None:
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        ask(f"{url}/judge/v1/completions", {"prompt": "a", "model": "writer"})
-    assert refused.value.code == 404
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        ask(f"{url}/v1/models")
-    assert refused.value.code == 404
+    for path, body in (("/judge/v1/completions", {"prompt": "a", "model": "writer"}), ("/v1/models", None)):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            ask(url + path, body)
+        refused.value.close()
+        assert refused.value.code == 404
