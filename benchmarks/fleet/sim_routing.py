@@ -470,10 +470,11 @@ def plots(rows: Sequence[Row]) -> dict[str, str]:
     """Draws p99 and misses against the number of replicas, a line a policy, by file name."""
     steady = [row for row in rows if row["case"] == "steady"]
     drawn = {}
-    for stem, title, unit, value in (
-        ("p99", "p99 of a request", "ms", lambda row: row["p99_ms"]),
-        ("misses", "prefix tokens computed again", "%", lambda row: 100 * (1 - row["hit_rate"])),
-    ):
+    shown: tuple[tuple[str, str, str, Callable[[Row], float]], ...] = (
+        ("p99", "p99 of a request", "ms", lambda row: cast(float, row["p99_ms"])),
+        ("misses", "prefix tokens computed again", "%", lambda row: 100 * (1 - cast(float, row["hit_rate"]))),
+    )
+    for stem, title, unit, value in shown:
         lines = [
             plot_ops.PlotLine(
                 policy,

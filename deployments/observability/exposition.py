@@ -53,7 +53,7 @@ async def snapshot(deployment: str, replica: str, metrics: Sequence[Metric]) -> 
 def render(metric: Metric, labels: Mapping[str, str]) -> RenderedFamily:
     """Renders one metric, each sample with more labels."""
     own = Metric(metric.name, metric.documentation, metric.type)
-    own.samples = [sample._replace(labels=sample.labels | labels) for sample in metric.samples]
+    own.samples = [sample._replace(labels={**sample.labels, **labels}) for sample in metric.samples]
     about, kind, samples = generate_latest(_One(own)).split(b"\n", 2)
     return RenderedFamily(metric.name, about + b"\n" + kind + b"\n", samples)
 
@@ -68,12 +68,16 @@ class _One:
         return [self._metric]
 
 
-def merge(snapshots: Sequence[Snapshot]) -> bytes:
-    """Joins all snapshots, each metric under one name. The first snapshot that has a metric says what it is."""
+async def merge(snapshots: Sequence[Snapshot]) -> bytes:
+    """Joins all snapshots, each metric under one name, and lets the event loop go on after each.
+
+    The first snapshot that has a metric says what it is.
+    """
     parts: dict[str, list[bytes]] = {}
     for one in snapshots:
         for family in one.families:
             parts.setdefault(family.name, [family.head]).append(family.samples)
+        await asyncio.sleep(0)
     return b"".join(part for family in parts.values() for part in family)
 
 
