@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fleet.sim_routing import POLICIES, Scenario, Simulation, compared, plots, scenarios
+from benchmarks.fleet.sim_routing import POLICIES, SCENARIOS, Scenario, Simulation, compared, plots, scenarios
 from deployments.routing import load_tracker
 from deployments.routing.replica_selection import ReplicaSelector
 
@@ -65,4 +65,4 @@ def test_every_fault_is_simulated_by_every_policy() -> None:
     found = scenarios(0.85, 1000)
     assert {scenario.replicas for scenario in found} >= {8, 512}
     assert {scenario.ingresses for scenario in found} >= {4, 64}
-    assert len({(scenario.fault, scenario.policy) for scenario in found}) == 5 * len(POLICIES)
+    assert len({(scenario.fault, scenario.policy) for scenario in found}) == len(SCENARIOS) * len(POLICIES)
