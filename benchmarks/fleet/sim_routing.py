@@ -15,8 +15,8 @@ Policies differ in the order of replicas alone:
     central     sees every queue and every cache as they are now; chooses the replica where the request ends first, a
                 prefix to compute counted twice, because it also delays those that come after
 
-A scenario is one fault, or none, or another number of ingresses. `load` is the share of all replicas' time that the requests would take if no prefix
-were cached.
+A scenario is one fault, or none, or another number of ingresses. `load` is the share of all replicas' time that the
+requests would take if no prefix were cached.
 """
 
 import argparse
