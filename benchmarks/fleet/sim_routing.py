@@ -15,8 +15,8 @@ Policies differ in the order of replicas alone:
     central     sees every queue and every cache as they are now; chooses the replica where the request ends first, a
                 prefix to compute counted twice, because it also delays those that come after
 
-A scenario is one fault or none. `load` is the share of all replicas' time that the requests would take if no prefix
-were cached.
+A scenario is one fault, or none, or another number of ingresses. `load` is the share of all replicas' time that the
+requests would take if no prefix were cached.
 """
 
 import argparse
@@ -66,7 +66,8 @@ SLOW, SLOW_PART = 0.4, 16  # speed of one replica in so many
 DEATHS_PER_S, RESTART_S = 1 / 128, 5.0  # of each replica; until another takes its place
 STALE_S = 0.5  # that a report is old when it comes, beside what its reply took
 POLICIES = ("service", "two choices", "affinity", "central")
-SCENARIOS = ("steady", "bursts", "slow", "dying", "stale")
+FEWER_INGRESSES = {"four ingresses": 4, "one ingress": 1}
+SCENARIOS = ("steady", "bursts", "slow", "dying", "stale", *FEWER_INGRESSES)
 WARM = 0.4  # part of the time before anything is counted
 
 
@@ -470,10 +471,11 @@ def plots(rows: Sequence[Row]) -> dict[str, str]:
     """Draws p99 and misses against the number of replicas, a line a policy, by file name."""
     steady = [row for row in rows if row["case"] == "steady"]
     drawn = {}
-    for stem, title, unit, value in (
-        ("p99", "p99 of a request", "ms", lambda row: row["p99_ms"]),
-        ("misses", "prefix tokens computed again", "%", lambda row: 100 * (1 - row["hit_rate"])),
-    ):
+    shown: tuple[tuple[str, str, str, Callable[[Row], float]], ...] = (
+        ("p99", "p99 of a request", "ms", lambda row: cast(float, row["p99_ms"])),
+        ("misses", "prefix tokens computed again", "%", lambda row: 100 * (1 - cast(float, row["hit_rate"]))),
+    )
+    for stem, title, unit, value in shown:
         lines = [
             plot_ops.PlotLine(
                 policy,
@@ -505,7 +507,7 @@ def scenarios(load: float, requests: int, fleets: Sequence[tuple[int, int]] = FL
     return [
         Scenario(
             replicas=replicas,
-            ingresses=ingresses,
+            ingresses=FEWER_INGRESSES.get(fault, ingresses),
             load=load,
             seconds=max(12.0, requests / (load * replicas * TOKENS_PER_S / 1600)),
             fault=fault,

@@ -349,7 +349,7 @@ def bench_links(sizes: Sequence[int]) -> Iterator[Row]:
 
 
 class Fleet:
-    """What one ingress knows about `count` replicas."""
+    """Holds the view that one ingress has of `count` replicas."""
 
     def __init__(self, count: int, queued: Callable[[int], int], tenants: int = 8) -> None:
         self.names = [f"assay#Replica#{number:04x}" for number in range(count)]

@@ -90,7 +90,7 @@ class Authenticator:
         """Finds a key by the SHA-256 of what was sent, whose bits a client cannot choose.
 
         How far a digest agrees with a stored one says nothing about the key, so the table may look it up as it likes.
-        What it finds is compared in constant time, and so is an unknown key with a digest that no key has.
+        The key that it finds is compared in constant time, and an unknown one with a digest that no key has.
         """
         key = self._by_digest.get(digest, _NO_KEY)
         return key if hmac.compare_digest(key.digest, digest) and key is not _NO_KEY else None

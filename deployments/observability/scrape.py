@@ -63,4 +63,4 @@ class MetricsScraper:
         self._metrics.missing(sum(map(len, answers)) - len(found))
         own = await self._own()  # newer than this process's broadcast answer, and there even if the broadcast failed
         rest = [snapshot for snapshot in found if snapshot.replica != own.replica]
-        return merge([own, *sorted(rest, key=lambda snapshot: (snapshot.deployment, snapshot.replica))])
+        return await merge([own, *sorted(rest, key=lambda snapshot: (snapshot.deployment, snapshot.replica))])

@@ -8,6 +8,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import replace
 
+from prometheus_client.metrics_core import Metric
+
 from deployments.config.app_args import AppArgs
 from deployments.health_probe import Canary, CanaryReply
 from deployments.link.handshake import LinkAddress
@@ -428,9 +430,12 @@ class ReplicaServer:
         """Refuses the requests of these fingerprints from now on."""
         self._guard.quarantine.add(entries)
 
+    def metric_families(self) -> tuple[Metric, ...]:
+        return self._metrics.families(self.engine.stats(), self._card)
+
     async def collect(self) -> Snapshot:
-        families = self._metrics.families(self.engine.stats(), self._card)
-        return await snapshot(self._deployment, self._replica, families)
+        """Returns this process's metrics."""
+        return await snapshot(self._deployment, self._replica, self.metric_families())
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns what Serve records every few seconds while autoscaling is on."""

@@ -43,8 +43,8 @@ class FleetLoads(NamedTuple):
 class _Replica:
     """Holds the tokens waiting at `when`, and how fast they become fewer.
 
-    Between two reports the replica works its queue off while other processes fill it. What it became fewer by, beside
-    what this process sent, is learnt from one report to the next, as a part of the replica's speed.
+    Between two reports the replica works its queue off while other processes fill it. By how much less it became,
+    beside the tokens that this process sent, is learnt from one report to the next, as a part of the replica's speed.
     """
 
     when: float = 0.0

@@ -53,7 +53,6 @@ def point(data: bytes) -> int:
 
 MIN_KEY_TOKENS = 32  # a shorter prefix is no reason to prefer a replica
 CACHE_WORTH = 2  # times the tokens that its cache may save, a replica's queue may be longer than another's
-MAX_SPREAD = 8  # first replicas of a key's order that share its requests, where one cannot serve them all
 BALANCE = 1.25  # times the mean load: bounded-load consistent hashing (Mirrokni, Thorup and Zadimoghaddam 2018)
 
 
@@ -79,7 +78,7 @@ class ReplicaSelector:
             key: From `key_of`.
             exclude: Replicas to leave out.
             cacheable: Tokens that the key's own replica may have cached. They are worth a longer queue than those of
-                the next replicas, within a bound: a short query before long items is soon computed again.
+                the other replicas, within a bound: a short query before long items is soon computed again.
 
         Returns:
             Names, best first; empty if none is known.
@@ -114,8 +113,8 @@ class ReplicaSelector:
             return int(ahead[:2].argmin())
         if cacheable is None:
             return 0
-        costs = ahead[:MAX_SPREAD].copy()
-        costs[1:] += CACHE_WORTH * cacheable
+        costs = ahead + CACHE_WORTH * cacheable
+        costs[0] = ahead[0]
         return int(costs.argmin())
 
     @staticmethod

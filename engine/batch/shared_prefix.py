@@ -42,7 +42,7 @@ def with_cascade(
     Returns:
         The step with its `cascade`; as it is where no context is shared by enough tokens.
     """
-    _, contexts, writes, _, _ = zip(*sequences, strict=True)
+    _, contexts, writes, *_ = zip(*sequences, strict=True)
     lengths, pads, device = lengths_of(writes), batch.padding, batch.ids.device
     found = groups(contexts, lengths, ratio, min_context)
     if not found:

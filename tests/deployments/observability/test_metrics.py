@@ -26,11 +26,6 @@ from gpu_sampler.sampling_params import SamplingParams
 from tests.support import toy_model
 
 
-def parsed(snapshot: Snapshot) -> tuple[Metric, ...]:
-    """Reads the rendered metrics of a process."""
-    return tuple(text_string_to_metric_families(merge([snapshot]).decode()))
-
-
 def values(families: Sequence[Metric]) -> dict[str, float]:
     """Sums over labels, by sample name; summaries and states keep their labels."""
     found: dict[str, float] = {}
@@ -139,7 +134,6 @@ def test_strangers_make_no_series() -> None:
         metrics.request_ended(text, status, text, 0.1)
         metrics.first_token(text, 0.1)
         metrics.items(text, 1, 0)
-        metrics.stage(text, 0.1)  # type: ignore[arg-type]
         metrics.disconnected(text)  # type: ignore[arg-type]
         metrics.retried(text)
         metrics.resumed(text)
@@ -192,7 +186,7 @@ async def crowd(server: ReplicaServer, model: toy_model.ToyModel) -> tuple[Metri
             await asyncio.sleep(0.001)
         held.go.set()
         assert await asyncio.to_thread(held.decoding.wait, 20)
-        during = parsed(await server.collect())
+        during = server.metric_families()
         held.on.set()
         await asyncio.gather(*many)
     return during
@@ -237,7 +231,7 @@ REPLICA_MOVES = {  # by family: samples that must change; a family without an en
 async def test_every_metric_of_a_replica_moves(toy_args: dict[str, Any]) -> None:
     """A pool of 160 slots holds two of these rows to their ends, not eight: rows are evicted and preempted."""
     server, model = await make_server(toy_args, 160, max_running=8, admission_tokens=1)
-    before = parsed(await server.collect())
+    before = server.metric_families()
     during = await crowd(server, model)
     await server.generate(generate([5, toy_model.RAISE]))
     await server.generate(generate([5, toy_model.NAN]))
@@ -248,7 +242,7 @@ async def test_every_metric_of_a_replica_moves(toy_args: dict[str, Any]) -> None
         request_id="s", prefix=rows, ids=rows, starts=np.array([0, 5, 12], np.int32), labels=rows[:3], full=True
     )
     await server.score(task)
-    after = parsed(await server.collect())
+    after = server.metric_families()
     server.stop()
     assert {family.name for family in after} == REPLICA_MOVES.keys()
     constant = {name for name in ("assay_warmup_seconds{total}", "assay_build_info{toy}") if values(after)[name] > 0}
@@ -261,14 +255,14 @@ async def test_a_real_model_tells_of_padding_and_of_its_head(toy_args: dict[str,
     builtin = {"model": {"path": "builtin", "device": "cpu"}}
     server = ReplicaServer(AppArgs.model_validate(toy_args | builtin), "r1")
     await server.start()
-    before = parsed(await server.collect())
+    before = server.metric_families()
     await server.generate(generate([5, 6, 7], max_tokens=3, temperature=0))
     rows = np.arange(12, dtype=np.int32)
     starts = np.array([0, 5, 12], np.int32)
     reply = await server.score(ScoreRequest(request_id="s", prefix=rows, ids=rows, starts=starts, labels=rows[:3]))
     model: Any = server.engine.model
     model.graph_replays += 3
-    after = parsed(await server.collect())
+    after = server.metric_families()
     server.stop()
     assert isinstance(reply, ScoreResult)
     assert 0 < reply.head_s < reply.compute_s
@@ -289,8 +283,8 @@ def rendered(deployment: str, replica: str, metrics: Sequence[Metric]) -> Snapsh
     return Snapshot(deployment, replica, tuple(render(metric, labels) for metric in metrics))
 
 
-def test_processes_merge_under_one_name_with_their_own_labels() -> None:
-    text = merge([snapshot("r1", 1), snapshot("r2", 2)]).decode()
+async def test_processes_merge_under_one_name_with_their_own_labels() -> None:
+    text = (await merge([snapshot("r1", 1), snapshot("r2", 2)])).decode()
     assert text.count("# TYPE assay_x_total counter") == 1
     (family,) = text_string_to_metric_families(text)
     assert [(dict(sample.labels), sample.value) for sample in family.samples] == [
@@ -362,7 +356,7 @@ async def test_a_scrape_of_a_hundred_processes_holds_no_loop() -> None:
     snapshots = [await exposition.snapshot("Ingress", f"i{number}", families) for number in range(100)]
 
     async def joined() -> None:
-        merge(snapshots)
+        await merge(snapshots)
 
     async def own() -> None:
         await exposition.snapshot("Ingress", "i", families)
@@ -376,7 +370,7 @@ async def test_rendering_them_where_they_are_joined_would_hold_it() -> None:
     families = used_metrics()
 
     async def rendered_there() -> None:
-        merge([rendered("Ingress", f"i{number}", families) for number in range(100)])
+        await merge([rendered("Ingress", f"i{number}", families) for number in range(100)])
 
     assert await longest_hold_s(rendered_there) > 0.050
 

@@ -14,7 +14,7 @@ from ray.serve.request_router import RequestRouter
 
 from deployments.config.sections import RouterArgs
 from deployments.protocol import GenerateCall, Route
-from deployments.routing import load_tracker, replica_selection
+from deployments.routing import load_tracker
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.replica_selection import (
     MIN_KEY_TOKENS,
@@ -237,7 +237,8 @@ def test_a_key_that_one_replica_cannot_serve_is_shared_by_the_next_ones() -> Non
 
 def test_two_replicas_alone_would_both_be_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plants the fault: the second is the last that takes over."""
-    monkeypatch.setattr(replica_selection, "MAX_SPREAD", 2)
+    best = ReplicaSelector._best
+    monkeypatch.setattr(ReplicaSelector, "_best", staticmethod(lambda ahead, *key: best(ahead[:2], *key)))
     loads, _ = make_loads(*NAMES)
     placement, order = make_placement(loads), ordered(NAMES, KEYS[0])
     loads.send(order[0], 1000)

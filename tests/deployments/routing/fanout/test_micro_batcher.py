@@ -266,7 +266,10 @@ async def test_a_task_that_raises_meets_no_other(busy: Make, monkeypatch: pytest
     assert sizes(world) == [4, 1] and world.calls[1][1].isolated
 
 
-async def test_all_that_a_dead_replica_held_are_suspects(busy: Make, until: Any) -> None:
+async def test_all_that_a_dead_replica_held_are_suspects(
+    busy: Make, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.routing.replica_selection.CACHE_WORTH", 1000)  # all go to one
     world = await busy(2)
     for model in world.models.values():
         model.step_seconds = 0.05
