@@ -8,13 +8,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from engine.engine import Engine
+from engine.model.heads.info import HeadKind
 from engine.requests import (
     EngineError,
     ErrorCode,
     Float32s,
     GenerateRequest,
     PoolingRequest,
-    PoolingTask,
     RowStatus,
     ScoreRequest,
 )
@@ -74,8 +74,9 @@ class Canary:
             "starts": np.array([0, len(self._ids)], np.int32),
             **common,
         }
-        if self._engine.model.pooling_head is not None:
-            pooled = await self._engine.pooling(PoolingRequest(task=PoolingTask.CLASSIFY, **rows))
+        if (head := self._engine.model.pooling_head) is not None:
+            wanted = np.arange(len(self._ids) if head.kind is HeadKind.TOKEN else 0, dtype=np.int32)
+            pooled = await self._engine.pooling(PoolingRequest(task=head.task, positions=wanted, **rows))
             return self._verdict(pooled.values) if pooled.status[0] == RowStatus.OK else "error"
         found = await self._engine.score(ScoreRequest(labels=self._labels, **rows))
         params = SamplingParams(temperature=0, max_tokens=2)

@@ -76,8 +76,8 @@ def blank_scores(request: ScoreRequest) -> ScoreResult:
 
 def blank_pooling(request: PoolingRequest, width: int) -> PoolingResult:
     """Returns a result of the request's shape, of a head with `width` numbers, that answers no row."""
-    rows = len(request.starts) - 1
-    return PoolingResult(np.full((rows, width), np.nan, np.float32), *_unanswered(rows))
+    values = np.full((request.answers, width), np.nan, np.float32)
+    return PoolingResult(values, *_unanswered(len(request.starts) - 1))
 
 
 class LikelihoodReply(NamedTuple):

@@ -41,7 +41,7 @@ def fingerprint(call: AnyCall) -> bytes:
         case ScoreRequest():
             arrays, rest = (call.prefix, call.ids, call.starts, call.labels), repr((call.full, call.raw_logits))
         case PoolingRequest():
-            arrays, rest = (call.prefix, call.ids, call.starts), call.task
+            arrays, rest = (call.prefix, call.ids, call.starts, call.positions, call.segments), call.task
         case LikelihoodRequest():
             arrays, rest = (call.prefix, call.ids, call.starts, call.shared, call.wanted), ""
         case _:

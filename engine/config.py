@@ -88,8 +88,8 @@ class ModelConfig:
     """Says which model to load."""
 
     path: TextOrPath = "builtin"
-    """`builtin`, a folder, or a repository id that is in the local cache at `revision`. `toy` is for tests and needs
-    ASSAY_TEST_FAULTS=1."""
+    """`builtin`, `builtin-classifier`, a folder, or a repository id that is in the local cache at `revision`. `toy` is
+    for tests and needs ASSAY_TEST_FAULTS=1."""
     revision: Revision = None
     """The commit of a repository id, 40 hexadecimal digits. A repository id needs it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -98,9 +98,17 @@ class ModelConfig:
     """`auto`: the GPU if there is one, else the CPU."""
     max_model_len: Annotated[int | None, Range(2, 1 << 24)] = None
     """Tokens of prompt and answer together. None: the model's own limit."""
-    head: Literal["auto", "lm", "sequence"] = "auto"
-    """The head that the model is served with. `auto`: that of the architecture in config.json. `lm`: the
-    language-model head. `sequence`: the head of a sequence classifier or reward model."""
+    head: Literal["auto", "lm", "sequence", "token", "pooled"] = "auto"
+    """The head that the model is served with. `auto`: that of the architecture in config.json, and `pooled` for a
+    folder of sentence-transformers with a Pooling module. `lm`: the language-model head. `sequence`: the head of a
+    sequence classifier or reward model. `token`: the head of a token classifier or process-reward model. `pooled`:
+    none, for embeddings."""
+    pooling: Literal["auto", "cls", "mean", "last"] = "auto"
+    """With `head: pooled`: how the hidden states of a text become its vector. `auto`: as the folder's files of
+    sentence-transformers say."""
+    embedding_dimensions: tuple[int, ...] = ()
+    """With `head: pooled`: the lengths to which vectors may be cut, for a model that was trained so (Matryoshka) and
+    whose config.json has no `matryoshka_dimensions`."""
     random_weights: bool = False
     """For benchmarks: weights are drawn at random and only config.json is read."""
 

@@ -101,7 +101,8 @@ class EngineCore:
         )
         proposer = make_proposer(config.speculation, draft, self.table, sampler)
         self.kv_cache = KVCacheManager(model.num_slots, _on_free(model, draft))
-        self.scheduler = Scheduler(config, self.kv_cache, self.table, sampler, model.max_targets)
+        whole = model.pooling_head is not None and model.pooling_head.whole_rows
+        self.scheduler = Scheduler(config, self.kv_cache, self.table, sampler, model.max_targets, whole_rows=whole)
         self.recorder = StepRecorder(Throughput(config.costs.decode_token_cost))
         self.results = ResultDispatcher()
         stream = TokenStream(self.table, self.results)

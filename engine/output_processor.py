@@ -57,19 +57,19 @@ class OutputProcessor:
         suspect = bool(np.isnan(values).any())
         end = 0
         for state, items in step.parts:
-            rows, start, end = slice(items.start, items.stop), end, end + len(items)
+            answers, start, end = slice(items.start, items.stop), end, end + len(items)
             if not isinstance(state, ItemState):
                 raise TypeError(f"a {type(state).__name__} stands in a step of items")
             if state.closed:
                 self._recorder.wasted_tokens += len(items)
                 continue
             own = values[start:end, : state.width]
-            state.values[rows] = own
+            state.values[answers] = own
             bad = 0
             if suspect:
-                unsound = np.isnan(own).any(axis=1)
-                state.status[rows] = np.where(unsound, RowStatus.NONFINITE, RowStatus.OK)
-                bad = int(np.count_nonzero(unsound))
+                unsound = np.flatnonzero(np.isnan(own).any(axis=1)) + items.start
+                state.fail(unsound)
+                bad = len(unsound)
             if self._part_done(state, len(items), bad):
                 self._tracker.finish(state, state.result(now))
 

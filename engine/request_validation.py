@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from engine.model.heads.info import HeadInfo, HeadKind
 from engine.requests import (
     EngineError,
     EngineRequest,
@@ -19,7 +20,6 @@ from engine.requests import (
     Int64s,
     LikelihoodRequest,
     PoolingRequest,
-    PoolingTask,
     RowsRequest,
     ScoreRequest,
 )
@@ -36,7 +36,7 @@ MAX_TEXT = 1_024  # characters of a request id, a cache salt or a tenant
 ARRAYS: dict[type[EngineRequest], tuple[str, ...]] = {
     ScoreRequest: ("prefix", "ids", "starts", "labels"),
     LikelihoodRequest: ("prefix", "ids", "starts", "shared", "wanted", "chosen"),
-    PoolingRequest: ("prefix", "ids", "starts"),
+    PoolingRequest: ("prefix", "ids", "starts", "positions", "segments"),
     GenerateRequest: ("prompt",),
 }
 Request = TypeVar("Request", bound=EngineRequest)
@@ -99,8 +99,8 @@ def check_score(request: ScoreRequest, bounds: RequestLimits) -> Int64s:
     return _check_rows(request, bounds, may_be_empty=len(request.prefix) > 0)
 
 
-def check_pooling(request: PoolingRequest, bounds: RequestLimits) -> Int64s:
-    """Checks a pooling request.
+def check_pooling(request: PoolingRequest, bounds: RequestLimits, head: HeadInfo) -> Int64s:
+    """Checks a pooling request against the head that answers it.
 
     Returns:
         i64 [N], the number of tokens of each row without the prefix.
@@ -109,9 +109,29 @@ def check_pooling(request: PoolingRequest, bounds: RequestLimits) -> Int64s:
         EngineError: names the field.
     """
     _check_common(request, PoolingRequest)
-    if not isinstance(request.task, PoolingTask):
-        raise _invalid("task", f"a {type(request.task).__name__}", f"one of {', '.join(PoolingTask)}")
-    return _check_rows(request, bounds, may_be_empty=False)
+    if request.task is not head.task:
+        raise _invalid("task", str(request.task)[:MAX_TEXT], f"{head.task}, since the model has a {head.kind} head")
+    lengths = _check_rows(request, bounds, may_be_empty=False)
+    if head.whole_rows and len(request.prefix):
+        raise _invalid("prefix", f"{len(request.prefix)} tokens", "empty: this head reads each row as a whole")
+    _check_positions(request, lengths, several=head.kind is HeadKind.TOKEN)
+    segments = _array("segments", request.segments)
+    if len(segments) and (len(segments) != len(lengths) or segments.min() < 0 or (segments > lengths).any()):
+        raise _invalid("segments", f"{len(segments)} lengths", "empty, or for each row a number of its own tokens")
+    return lengths
+
+
+def _check_positions(request: PoolingRequest, lengths: Int64s, *, several: bool) -> None:
+    positions = _array("positions", request.positions)
+    if not several:
+        if len(positions):
+            raise _invalid("positions", f"{len(positions)} places", "empty: this head has one answer a row")
+        return
+    ascending = len(positions) > 0 and positions[0] >= 0 and (np.diff(positions) > 0).all()
+    if not ascending or positions[-1] >= len(request.ids):
+        raise _invalid("positions", f"{len(positions)} places", "ascending places in `ids`")
+    if len(np.unique(np.searchsorted(request.starts, positions, "right"))) != len(lengths):
+        raise _invalid("positions", "a row without one", "at least one place in each row")
 
 
 def _check_rows(request: RowsRequest, bounds: RequestLimits, *, may_be_empty: bool) -> Int64s:

@@ -68,9 +68,11 @@ class FinishReason(StrEnum):
 
 
 class PoolingTask(StrEnum):
-    """Says what a pooling head is used for."""
+    """Says what a pooling head is used for. Each kind of head serves one task."""
 
     CLASSIFY = "classify"
+    TOKEN_CLASSIFY = "token_classify"
+    EMBED = "embed"
 
 
 class RowStatus:
@@ -120,10 +122,20 @@ class ScoreRequest(RowsRequest):
 class PoolingRequest(RowsRequest):
     """Requests what the model's pooling head answers for each of N rows.
 
-    Row i is `prefix + ids[starts[i]:starts[i + 1]]`; its own part is never empty.
+    Row i is `prefix + ids[starts[i]:starts[i + 1]]`; its own part is never empty. The prefix is empty for a head whose
+    rows are whole (`HeadInfo.whole_rows`). `positions` belong to the task `token_classify` alone.
     """
 
     task: PoolingTask
+    positions: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # [W] places in `ids`, ascending, that
+    # have answers, at least one a row; empty: each row has one answer
+    segments: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # [N] tokens of each row that stand before
+    # its second segment, as encoders embed it; empty: no row has one
+
+    @property
+    def answers(self) -> int:
+        """Returns how many answers the request has."""
+        return len(self.positions) or len(self.starts) - 1
 
 
 class Load(NamedTuple):
@@ -151,7 +163,7 @@ class ScoreResult(NamedTuple):
 class PoolingResult(NamedTuple):
     """Holds the head's numbers before any activation: NaN for a row that is not OK. Times are in seconds."""
 
-    values: Float32s  # [N, width of the head]
+    values: Float32s  # [N, width of the head]; with `positions` [W, width]
     status: UInt8s  # [N], RowStatus
     cached: Int32s  # [N] tokens of the row whose keys and values already existed
     queue_s: float

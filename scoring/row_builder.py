@@ -53,6 +53,7 @@ class PromptSpec:
     max_query_tokens: int | None = None
     max_row_tokens: int | None = None  # of the whole row, taken from the item; only with the joint seam
     template: FilledTemplate | None = None
+    pairs: bool = False  # the tokenizer joins query and item, as encoders read two texts
     names: FieldNames = DEFAULT_FIELD_NAMES
 
 
@@ -79,11 +80,40 @@ class ScoringRows(NamedTuple):
     errors: dict[int, ItemError]  # by item; a failed item has no row
     suffix: str  # text that ends every prompt, "" if there is none; marked text with a template
     texts: dict[int, str]  # by item, as tokenised: under the `joint` seam only
+    segments: Int32s = np.zeros(0, np.int32)  # [R] tokens before the second segment; empty: no row has one
 
     def lengths(self) -> list[int]:
         """Returns the tokens of each row, its prefix included, [R]."""
         found: list[int] = (np.diff(self.starts) + len(self.prefix)).tolist()
         return found
+
+
+def unshared(rows: ScoringRows, keep: int = 0) -> ScoringRows:
+    """Returns rows that share no more than the first `keep` tokens of their prefix."""
+    own = rows.prefix[keep:]
+    if not len(own):
+        return rows
+    ends = zip(rows.starts[:-1].tolist(), rows.starts[1:].tolist(), strict=True)
+    ids = np.concatenate([part for start, end in ends for part in (own, rows.ids[start:end])])
+    starts = rows.starts + np.arange(len(rows.starts), dtype=np.int32) * len(own)
+    return rows._replace(prefix=rows.prefix[:keep], ids=ids.astype(np.int32), starts=starts.astype(np.int32))
+
+
+def joined(parts: Sequence[ScoringRows]) -> ScoringRows:
+    """Returns the rows of several requests of one item each as those of one request, which share nothing."""
+    whole = [unshared(one) for one in parts]
+    errors = {index: error for index, one in enumerate(parts) for error in one.errors.values()}
+    return ScoringRows(
+        prefix=np.zeros(0, np.int32),
+        ids=np.concatenate([one.ids for one in whole]),
+        starts=offsets([len(one.ids) for one in whole if len(one.items)]),
+        items=[index for index, one in enumerate(whole) if one.items],
+        truncated=[cut for one in parts for cut in one.truncated],
+        errors=errors,
+        suffix=parts[0].suffix,
+        texts={},
+        segments=np.concatenate([one.segments for one in whole]),
+    )
 
 
 class CutText(NamedTuple):
@@ -116,6 +146,8 @@ def build_rows(
         raise refusal(spec.names.items, rule)
     if spec.seam == "joint" and not isinstance(query, str):
         raise refusal("seam", "be concat for token ids. Given: joint.")
+    if spec.pairs:
+        return PairRowBuilder(tokenizer, query, items, spec, limits).build()
     if spec.template is not None:
         return TemplateRowBuilder(tokenizer, query, items, spec, limits, spec.template).build()
     builder = JointRowBuilder if spec.seam == "joint" else ConcatRowBuilder
@@ -146,7 +178,7 @@ class RowBuilder:
         self.texts: dict[int, str] = {}
         self.max_row_tokens = min(limits.max_model_len, spec.max_row_tokens or limits.max_model_len)
         self.query_text, self.query = self._encode_query(query)
-        if len(self.query) > self.max_row_tokens:
+        if len(self.query) > self.max_row_tokens and not spec.pairs:
             raise self._query_too_long(len(self.query))
 
     def build(self) -> ScoringRows:
@@ -401,6 +433,61 @@ class TemplateRowBuilder(JointRowBuilder):
 
     def _join(self, item: str) -> str:
         return self.frame.row(item)
+
+
+class PairRowBuilder(RowBuilder):
+    """Joins two texts by the control tokens that the model's tokenizer writes around a pair.
+
+    Control tokens stand nowhere else: their strings in a text are ordinary characters. Where a row is too long, tokens
+    are dropped from the longer text first, as the libraries of these models do.
+    """
+
+    plain = True
+
+    def __init__(
+        self, tokenizer: TokenizerProtocol, query: Query, items: Items, spec: PromptSpec, limits: PromptLimits
+    ) -> None:
+        """Encodes the query. Raises ScoringError like RowBuilder, and for a tokenizer that joins no pairs."""
+        if tokenizer.pair_frame is None or not isinstance(query, str):
+            raise refusal("query", "be a text that the model's tokenizer can join with another. Given: another one.")
+        super().__init__(tokenizer, query, items, replace(spec, add_special_tokens=False), limits)
+        self.frame = tokenizer.pair_frame
+
+    def build(self) -> ScoringRows:
+        """Builds one row for each item. See `RowBuilder.build`."""
+        spec, frame = self.spec, self.frame
+        room = self.max_row_tokens - frame.size
+        texts = [item for item in self.items if isinstance(item, str)]
+        parts: dict[int, list[int]] = {}
+        truncated, segments = [0] * len(texts), []
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False, plain=True)
+        self.check_total(len(texts) * min(len(self.query) + frame.size, room) + sum(map(len, encoded)))
+        for index, item in enumerate(encoded):
+            maximum = len(item) if spec.max_item_tokens is None else spec.max_item_tokens
+            excess = max(len(item) - maximum, len(self.query) + len(item) - room)
+            if excess > 0 and spec.truncate == "error":
+                self.fail_too_long(index, len(item), len(item) - excess, "the model's context, query included")
+                continue
+            own = cut_ids(item, maximum, spec.truncation_side)
+            first, second = longest_first(len(self.query), len(own), room)
+            query, own = cut_ids(self.query, first, spec.truncation_side), cut_ids(own, second, spec.truncation_side)
+            truncated[index] = len(item) - len(own)
+            parts[index] = [*frame.before, *query, *frame.between, *own, *frame.after]
+            segments.append(len(frame.before) + len(query) + frame.first_of_between)
+        rows = unshared(self.pack([], parts, truncated))
+        return rows._replace(segments=np.array(segments, np.int32))
+
+
+def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """Returns how many tokens of two texts are kept so that both fit `room`: the longer one is cut first, and both to
+    halves where each is longer than one; the second then has the odd token if it is the longer one."""
+    short, long = min(first, second), max(first, second)
+    if first + second <= room:
+        return first, second
+    long = max(short, room - short) if short <= room else short
+    if short + long > room:
+        short, long = room // 2, room // 2 + room % 2
+    return (long, short) if first > second else (short, long)
 
 
 def check_tokens(given: int, maximum: int, field: str, advice: str = "Send fewer items.") -> None:

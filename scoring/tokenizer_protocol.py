@@ -14,6 +14,27 @@ class Encoding(Protocol):
     def spans(self) -> list[tuple[int, int]]: ...
 
 
+class PairFrame(Protocol):
+    """Holds the control tokens around two texts in one row: `before`, first text, `between`, second text, `after`."""
+
+    @property
+    def before(self) -> list[int]: ...
+
+    @property
+    def between(self) -> list[int]: ...
+
+    @property
+    def after(self) -> list[int]: ...
+
+    @property
+    def first_of_between(self) -> int:
+        """Returns how many tokens of `between` belong to the first segment."""
+        ...
+
+    @property
+    def size(self) -> int: ...
+
+
 class TokenizerProtocol(Protocol):
     """Turns text into ids. Thread-safe.
 
@@ -27,6 +48,9 @@ class TokenizerProtocol(Protocol):
 
     @property
     def bos_token_id(self) -> int | None: ...
+
+    @property
+    def pair_frame(self) -> PairFrame | None: ...
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool, plain: bool = False

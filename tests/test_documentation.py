@@ -13,11 +13,14 @@ from pydantic import BaseModel, ValidationError
 from deployments.api.schemas.chat import ChatRequest, Message
 from deployments.api.schemas.classify import ClassifyRequest
 from deployments.api.schemas.decisions import ChoiceOption, DecisionRequest, ScoreLevel
+from deployments.api.schemas.embeddings import EmbeddingsRequest, EmbedRequest, PredictRequest
 from deployments.api.schemas.fields import Body
 from deployments.api.schemas.generation import CompletionRequest
-from deployments.api.schemas.generative_scoring import ScoreBody, ScoringRequest
+from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.api.schemas.info import DetokenizeRequest, TokenizeRequest
+from deployments.api.schemas.pooling import PoolingBody
 from deployments.api.schemas.rerank import RerankRequest
+from deployments.api.schemas.score import ScoreBody
 from deployments.config.app_args import AppArgs
 from deployments.limits import Limits
 
@@ -26,7 +29,12 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "engine" / "builtin" / "README.md"])
 BODIES: dict[str, type[Body]] = {
     "/generative_scoring": ScoringRequest,
+    "/score": ScoreBody,
     "/v1/score": ScoreBody,
+    "/pooling": PoolingBody,
+    "/v1/embeddings": EmbeddingsRequest,
+    "/embed": EmbedRequest,
+    "/predict": PredictRequest,
     "/rerank": RerankRequest,
     "/v1/rerank": RerankRequest,
     "/v2/rerank": RerankRequest,
@@ -42,6 +50,9 @@ FIELDS: dict[str, tuple[tuple[type[BaseModel], ...], tuple[str, ...]]] = {
     "score": ((ScoreBody,), ("score",)),
     "rerank": ((RerankRequest,), ("rerank",)),
     "classify": ((ClassifyRequest,), ("classify",)),
+    "pooling": ((PoolingBody,), ("pooling", "classify")),
+    "embeddings": ((EmbeddingsRequest, EmbedRequest), ("embeddings", "pooling", "classify")),
+    "predict": ((PredictRequest,), ("predict",)),
     "decisions": ((DecisionRequest, ChoiceOption, ScoreLevel), ("decisions",)),
     "completions": ((CompletionRequest,), ("completions",)),
     "chat": ((ChatRequest, Message), ("chat", "completions")),

@@ -59,10 +59,14 @@ def _layouts(layouts: Mapping[str, Layout]) -> Iterator[SupportedModel]:
             source = f"rerank.template: {rerank['template']}"
         else:
             source = f"chat template, template: {name}"
-        yield SupportedModel(_class_name(AutoModelForCausalLM, layout.config()), LM, source, f"{TESTS['layout']}[{name}]")
+        yield SupportedModel(
+            _class_name(AutoModelForCausalLM, layout.config()), LM, source, f"{TESTS['layout']}[{name}]"
+        )
 
 
-def _architectures(configs: Mapping[str, Callable[[], Any]], auto: Any, head: str, test: str) -> Iterator[SupportedModel]:
+def _architectures(
+    configs: Mapping[str, Callable[[], Any]], auto: Any, head: str, test: str
+) -> Iterator[SupportedModel]:
     """Yields each architecture of a test once, if it is served."""
     names: dict[str, None] = {}
     for make in configs.values():

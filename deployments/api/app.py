@@ -12,7 +12,10 @@ from deployments.api.endpoints.chat import chat_completions
 from deployments.api.endpoints.classify import classify
 from deployments.api.endpoints.completions import completions
 from deployments.api.endpoints.decisions import decisions
+from deployments.api.endpoints.embeddings import embed, embeddings
 from deployments.api.endpoints.generative_scoring import generative_scoring
+from deployments.api.endpoints.pooling import pooling
+from deployments.api.endpoints.predict import predict
 from deployments.api.endpoints.rerank import rerank
 from deployments.api.endpoints.score import scoring
 from deployments.api.handler import Endpoint, RequestHandler, endpoint
@@ -32,9 +35,17 @@ from deployments.api.openapi import (
 from deployments.api.schemas.chat import ChatEvent, ChatRequest, ChatResponse
 from deployments.api.schemas.classify import ClassifyRequest, ClassifyResponse
 from deployments.api.schemas.decisions import DecisionRequest, DecisionResponse
+from deployments.api.schemas.embeddings import (
+    EmbeddingsRequest,
+    EmbeddingsResponse,
+    EmbedRequest,
+    EmbedResponse,
+    PredictRequest,
+    PredictResponse,
+)
 from deployments.api.schemas.fields import Body
 from deployments.api.schemas.generation import CompletionRequest, CompletionResponse
-from deployments.api.schemas.generative_scoring import ScoreBody, ScoreResponse, ScoringRequest, ScoringResponse
+from deployments.api.schemas.generative_scoring import ScoringRequest, ScoringResponse
 from deployments.api.schemas.info import (
     Alive,
     DetokenizeRequest,
@@ -47,7 +58,9 @@ from deployments.api.schemas.info import (
     TokenizerInfoResponse,
     Versions,
 )
+from deployments.api.schemas.pooling import PoolingBody, PoolingResponse
 from deployments.api.schemas.rerank import RerankAnswer, RerankErrorBody, RerankRequest, RerankResponse
+from deployments.api.schemas.score import ScoreBody, ScoreResponse
 from deployments.auth.authenticator import Authenticator
 from deployments.auth.usage import MeteredBackend
 from deployments.config.settings import ApiSettings
@@ -102,9 +115,14 @@ def build_api(
     routes.post("/generative_scoring", generative_scoring, ScoringRequest, ScoringResponse)
     routes.post("/classify", classify, ClassifyRequest, ClassifyResponse)
     routes.post("/v1/classify", classify, ClassifyRequest, ClassifyResponse)
+    routes.post("/pooling", pooling, PoolingBody, PoolingResponse)
+    routes.post("/v1/embeddings", embeddings, EmbeddingsRequest, EmbeddingsResponse)
+    routes.post("/embed", embed, EmbedRequest, EmbedResponse)
+    routes.post("/predict", predict, PredictRequest, PredictResponse)
     routes.post("/rerank", rerank, RerankRequest, RerankAnswer, RerankErrorBody)
     routes.post("/v1/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
     routes.post("/v2/rerank", rerank, RerankRequest, RerankResponse, RerankErrorBody)
+    routes.post("/score", scoring, ScoreBody, ScoreResponse)
     routes.post("/v1/score", scoring, ScoreBody, ScoreResponse)
     routes.post("/v1/decisions", decisions, DecisionRequest, DecisionResponse)
     routes.post("/v1/completions", completions, CompletionRequest, CompletionResponse, event=CompletionResponse)

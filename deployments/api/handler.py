@@ -26,7 +26,7 @@ from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError, as_api_error, from_validation, unsupported
 from deployments.observability.ingress_metrics import IngressMetrics, Stage
 from deployments.protocol import Backend, ModelCard
-from engine.model.heads.info import HeadInfo
+from engine.model.heads.info import HeadInfo, HeadKind
 from engine.requests import EngineError
 from engine.tokenizer.tokenizer import Tokenizer
 from gpu_sampler.sampling_params import ParamError
@@ -93,11 +93,15 @@ class RequestHandler:
             raise ApiError("not_found", message)
         return card
 
-    async def pooling_head(self, model: str | None, route: str) -> tuple[ModelCard, HeadInfo]:
-        """Returns what `served` does and the model's head. Raises ApiError, 404, for a language model."""
+    async def pooling_head(
+        self, model: str | None, route: str, kinds: Sequence[HeadKind]
+    ) -> tuple[ModelCard, HeadInfo]:
+        """Returns what `served` does and the model's head. Raises ApiError, 404, for a head of another kind."""
         card = await self.served(model)
-        if card.head is None:
-            message = f"{route} needs a sequence head, and this server's model has a language-model head alone."
+        if card.head is None or card.head.kind not in kinds:
+            given = "language-model" if card.head is None else card.head.kind
+            wanted = " or ".join(kinds)
+            message = f"{route} needs a {wanted} head, and this server's model has a {given} head alone."
             raise ApiError("not_found", message)
         return card, card.head
 

@@ -4,7 +4,7 @@ A block is a contiguous range of rows and a request of its own. A row of a likel
 row before it: such rows stay together. The unit that is cut is therefore a group of rows, which in other requests is a
 single row.
 
-Shape legend: N rows, W wanted tokens, G groups.
+Shape legend: N rows, W wanted tokens of a likelihood request or answers of a pooling request, G groups.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,17 @@ Rows = TypeVar("Rows", ScoreRequest, PoolingRequest, LikelihoodRequest)
 Reply = TypeVar("Reply", ScoreResult, PoolingResult, LikelihoodReply)
 AnyReply = ScoreResult | PoolingResult | LikelihoodReply
 Ints = npt.NDArray[np.intp]
-BY_WANTED = frozenset(("logprobs", "greedy"))  # arrays of a reply with one entry a wanted token; others have one a row
+BY_WANTED = frozenset(("logprobs", "greedy", "values"))  # arrays of a reply with W entries; others have one a row
 
 
 class Block(NamedTuple, Generic[Rows]):
-    """Holds rows `first` to `first + rows` of the whole request, whose wanted tokens begin at `wanted`."""
+    """Holds rows `first` to `first + rows` of the whole request, with `size` wanted tokens or answers from `wanted`
+    on."""
 
     first: int
     rows: int
     wanted: int
+    size: int
     request: Rows
 
 
@@ -53,13 +55,19 @@ def cut(request: Rows, count: int, min_items: int = 1) -> list[Block[Rows]]:
 
     A block has at least `min_items` groups of rows, and its arrays are views of the request's.
     """
+    wanted = _wanted_starts(request)
     if count == 1:
-        return [Block(0, len(request.starts) - 1, 0, request)]
+        return [Block(0, len(request.starts) - 1, 0, int(wanted[-1]), request)]
     groups = _groups(request)
     edges = groups[_edges(request.starts[groups], count, min_items)].tolist()
-    wanted = _wanted_starts(request)
     return [
-        Block(first, last - first, int(wanted[first]), _part(request, f"{request.request_id}/{index}", first, last))
+        Block(
+            first,
+            last - first,
+            int(wanted[first]),
+            int(wanted[last] - wanted[first]),
+            _part(request, f"{request.request_id}/{index}", first, last),
+        )
         for index, (first, last) in enumerate(pairwise(edges))
     ]
 
@@ -73,8 +81,10 @@ def _groups(request: RowsCall) -> Ints:
 
 
 def _wanted_starts(request: RowsCall) -> Ints:
-    """Returns [N + 1] where the wanted tokens of each row begin in a reply, and W."""
-    starts = np.zeros(len(request.starts), np.intp)
+    """Returns [N + 1] where the wanted tokens, or the answers, of each row begin in a reply, and W."""
+    if isinstance(request, PoolingRequest) and len(request.positions):
+        return np.searchsorted(request.positions, request.starts)
+    starts = np.arange(len(request.starts), dtype=np.intp)
     if isinstance(request, LikelihoodRequest):
         np.cumsum(request.wanted, out=starts[1:])
     return starts
@@ -107,6 +117,9 @@ def _part(request: Rows, request_id: str, first: int, last: int) -> Rows:
     own: dict[str, Any] = {"ids": request.ids[starts[0] : starts[-1]], "starts": starts - starts[0]}
     if isinstance(request, LikelihoodRequest):
         own |= {"shared": request.shared[first:last], "wanted": request.wanted[first:last]}
+    elif isinstance(request, PoolingRequest):
+        low, high = np.searchsorted(request.positions, (starts[0], starts[-1])).tolist()
+        own |= {"positions": request.positions[low:high] - starts[0], "segments": request.segments[first:last]}
     return replace(request, request_id=request_id, **own)
 
 
@@ -137,9 +150,8 @@ def gather(blank: Reply, blocks: Sequence[Block[Any]], replies: Sequence[Reply])
 
 def _fill(whole: AnyReply, block: Block[Any], reply: AnyReply) -> None:
     """Writes the reply to the block's rows. Raises ValueError if it is not of the block's shape."""
-    own = block.request
-    wanted = int(own.wanted.sum(dtype=np.int64)) if isinstance(own, LikelihoodRequest) else 0
-    rows, tokens = slice(block.first, block.first + block.rows), slice(block.wanted, block.wanted + wanted)
+    rows = slice(block.first, block.first + block.rows)
+    tokens = slice(block.wanted, block.wanted + block.size)
     for name, target in whole._asdict().items():
         if not isinstance(target, np.ndarray):
             continue

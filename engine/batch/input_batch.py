@@ -40,6 +40,7 @@ class ScheduledSequence(NamedTuple):
     write: Int32s  # [n] storage slots of the new tokens
     ids: Int32s | None  # [n] the new tokens; None: read on the device from token_table[slot, len(context):][:n]
     rows: Int32s  # [*] the new tokens whose logits are wanted, ascending; one may be repeated
+    first_segment: int | None = None  # tokens before the second segment of a row that an encoder reads; None: no second
 
 
 class StepSize(NamedTuple):
@@ -228,7 +229,7 @@ def gathered(pieces: Sequence[Int32s], device: torch.device) -> torch.Tensor:
 def single_tokens(sequences: StepSequences) -> list[ScheduledSequence]:
     """Returns the same new tokens as sequences of one each, with the same wanted rows in the same order."""
     singles = []
-    for slot, context, write, ids, rows in sequences:
+    for slot, context, write, ids, rows, _ in sequences:
         slots, start = np.concatenate((context, write)), len(context)
         wanted = np.bincount(rows, minlength=len(write))
         for i in range(len(write)):
@@ -248,7 +249,7 @@ def idle_sequences(tokens: int, longest: int) -> list[ScheduledSequence]:
 
 
 def _parts(sequences: StepSequences, pads: int) -> _Parts:
-    slots, contexts, writes, ids, rows = zip(*sequences, strict=True)
+    slots, contexts, writes, ids, rows, _ = zip(*sequences, strict=True)
     lengths = lengths_of(writes)
     if not lengths.all():
         raise ValueError("`write` must name at least one slot a sequence. Given: an empty one.")

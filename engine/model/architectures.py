@@ -20,9 +20,13 @@ from transformers import (
 )
 
 from engine.model.compatibility import UnsupportedModel
+from engine.model.encoder.families import FAMILIES
 from engine.model.heads.info import HeadKind
 
 NO_TENSOR = "(?!)"  # a pattern that no name matches
+PROCESS_REWARD = "Qwen2ForProcessRewardModel"
+TWO_LAYERS = ("score.0.weight", "score.0.bias", "score.2.weight", "score.2.bias")
+OTHER_HEADS = r"^(lm_head|cls|head|decoder|(vocab|generator|discriminator)_\w+)(\.|$)"  # of a body that is pooled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +37,15 @@ class ArchitectureKind:
     listed_in: tuple[Any, ...]  # the mappings of transformers that list the classes by configuration
     loaded_by: Any = None  # the auto class that reads the model; None: this build does not serve the kind
     head: HeadKind = HeadKind.LM
-    head_tensors: str = NO_TENSOR  # a pattern of tensors that the head reads and the library's class has no place for
+    head_tensors: str = NO_TENSOR  # a pattern of tensors that a head reads and the library's class has no place for
+    optional_tensors: str = NO_TENSOR  # a pattern of tensors of the library's class that no head reads
+    named: tuple[str, str] | None = None  # an architecture that transformers lacks, and its model type
+    required: tuple[str, ...] = ()  # tensors of the head that the library's class has no place for
 
     def contains(self, architecture: str, config: Any) -> bool:
         """Returns whether `architecture` names a class of this kind for this type of configuration."""
-        return any(architecture in _class_names(auto, config) for auto in self.listed_in)
+        listed = any(architecture in _class_names(auto, config) for auto in self.listed_in)
+        return listed or self.named == (architecture, config.model_type)
 
 
 LANGUAGE_MODEL = ArchitectureKind(
@@ -58,13 +66,40 @@ KINDS = (  # the first that contains an architecture counts
         head_tensors=r"^(score|classifier)\.bias$",
     ),
     ArchitectureKind(
-        what="a classifier or process-reward model of single tokens", listed_in=(AutoModelForTokenClassification,)
+        what="a classifier or process-reward model of single tokens",
+        listed_in=(AutoModelForTokenClassification,),
+        loaded_by=AutoModelForTokenClassification,
+        head=HeadKind.TOKEN,
+        head_tensors=r"^(score|classifier)\.bias$",
+    ),
+    ArchitectureKind(
+        what="a process-reward model with a head of two layers",
+        listed_in=(),
+        named=(PROCESS_REWARD, "qwen2"),
+        loaded_by=AutoModel,
+        head=HeadKind.TOKEN,
+        head_tensors=r"^(score\.[02]\.(weight|bias)|lm_head\.weight)$",
+        required=TWO_LAYERS,
+    ),
+    ArchitectureKind(
+        what="a reward model with a head of two layers",
+        listed_in=(),
+        named=("Qwen2ForRewardModel", "qwen2"),
+        loaded_by=AutoModel,
+        head=HeadKind.SEQUENCE,
+        head_tensors=r"^(score\.[02]\.(weight|bias)|lm_head\.weight)$",
+        required=TWO_LAYERS,
     ),
     ArchitectureKind(what="a masked language model (an encoder)", listed_in=(AutoModelForMaskedLM,)),
     ArchitectureKind(what="an encoder-decoder model", listed_in=(AutoModelForSeq2SeqLM,)),
     ArchitectureKind(what="a model for question answering", listed_in=(AutoModelForQuestionAnswering,)),
     ArchitectureKind(
-        what="a model without a head (an embedding model, or the body of another)", listed_in=(AutoModel,)
+        what="a model without a head (an embedding model, or the body of another)",
+        listed_in=(AutoModel,),
+        loaded_by=AutoModel,
+        head=HeadKind.POOLED,
+        head_tensors=OTHER_HEADS,
+        optional_tensors=r"(^|\.)pooler\.",
     ),
 )
 
@@ -82,12 +117,18 @@ def find_kind(config: Any) -> ArchitectureKind:
     found = [_kind_of(name, config) for name in names] or [LANGUAGE_MODEL]
     if len({kind.head for kind in found}) > 1:
         raise UnsupportedModel(", ".join(names), "its config.json names several heads; say which in `model.head`")
-    auto = found[0].loaded_by
-    if not _class_names(auto, config):
+    if not _class_names(found[0].loaded_by, config):
         raise UnsupportedModel(str(config.model_type), "it is no causal language model")
-    if found[0].head is not HeadKind.LM and _class_names(AutoModelForMaskedLM, config):
-        raise UnsupportedModel(", ".join(names), "it is an encoder, and this build serves heads on decoders")
+    if found[0].head is HeadKind.LM and is_encoder(config):
+        raise UnsupportedModel(", ".join(names) or str(config.model_type), "it is an encoder, and no language model")
+    if found[0].head is not HeadKind.LM and _class_names(AutoModelForMaskedLM, config) and not is_encoder(config):
+        raise UnsupportedModel(", ".join(names), f"of the encoders only {', '.join(FAMILIES)} are")
     return found[0]
+
+
+def is_encoder(config: Any) -> bool:
+    """Tells whether a configuration is that of a bidirectional model that this build knows."""
+    return config.model_type in FAMILIES
 
 
 def choose_head(config: Any, head: str) -> None:
@@ -102,6 +143,12 @@ def choose_head(config: Any, head: str) -> None:
     """
     if head == "auto":
         return
+    names = architectures_of(config)
+    for name in names:
+        if not any(kind.contains(name, config) for kind in KINDS):
+            raise UnsupportedModel(name, _why_unknown(config))
+    if any(kind.contains(name, config) and kind.required and kind.head == head for name in names for kind in KINDS):
+        return  # a head that transformers has no class for
     kind = next(kind for kind in KINDS if kind.loaded_by is not None and kind.head == head)
     names = _class_names(kind.loaded_by, config)
     if not names:

@@ -3,6 +3,8 @@
 import logging
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from engine.builtin import BUILTIN_FOLDERS
 from engine.config import ModelConfig
-from engine.model.architectures import architectures_of, choose_head, find_kind
+from engine.model.architectures import architectures_of, choose_head, find_kind, is_encoder
 from engine.model.checkpoint_audit import (
     BadCheckpoint,
     CheckpointAudit,
@@ -24,11 +27,14 @@ from engine.model.checkpoint_audit import (
     read_json,
 )
 from engine.model.compatibility import UnsupportedModel, check_config
+from engine.model.encoder.families import longest_row
 from engine.model.file_digests import verify_files
+from engine.model.heads.embedding_files import dense_layers, has_pooling, read_embedding
+from engine.model.heads.info import HeadKind
 from engine.model.packing_check import REFERENCE
 
 log = logging.getLogger(__name__)
-BUILTIN = Path(__file__).parents[1] / "builtin" / "target"
+BUILTIN = BUILTIN_FOLDERS["builtin"]
 REVISION = re.compile(r"[0-9a-f]{40}")
 RANDOM_SEED = 0
 MAX_ERROR = 300  # characters of another library's message
@@ -45,8 +51,8 @@ def find_folder(model: ModelConfig) -> Path:
     Raises:
         ModelNotFound: There is no such folder.
     """
-    if str(model.path) == "builtin":
-        return BUILTIN
+    if (builtin := BUILTIN_FOLDERS.get(str(model.path))) is not None:
+        return builtin
     folder = Path(model.path)
     if folder.is_dir():
         return folder
@@ -108,7 +114,7 @@ def read_config(folder: Path, max_model_len: int | None, head: str = "auto") -> 
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise BadCheckpoint(f"{file} must be a configuration of `{kind}`: {_one_line(error)}.") from error
     check_config(config, max_model_len)
-    choose_head(config, head)
+    choose_head(config, "pooled" if head == "auto" and has_pooling(folder) else head)
     audit_folder(folder, config)
     if not architectures_of(config):
         log.warning("%s names no `architectures`: it is served as a language model.", file)
@@ -125,8 +131,11 @@ def audit_files(folder: Path, config: Any, model: ModelConfig) -> CheckpointAudi
     Raises:
         ModelNotFound: The folder has no weights.
         BadCheckpoint: The weights are not those of the model that config.json describes.
-        UnsupportedModel: The weights are pickled.
+        UnsupportedModel: The weights are pickled, or nothing says how an embedding model pools.
     """
+    if find_kind(config).head is HeadKind.POOLED:
+        files = read_embedding(folder, ", ".join(architectures_of(config)), model.pooling)
+        dense_layers(files, ", ".join(architectures_of(config)), int(config.get_text_config(decoder=True).hidden_size))
     if model.random_weights:
         return None
     require_safetensors(folder, config.model_type)
@@ -143,8 +152,7 @@ def read_model(folder: Path, config: Any, model: ModelConfig, device: torch.devi
     """
     dtype, kind = weights_dtype(config, model, device), find_kind(config)
     if model.random_weights:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
-            torch.manual_seed(RANDOM_SEED)  # every replica draws the same weights
+        with same_random_weights(device), device:
             module = kind.loaded_by.from_config(config, dtype=dtype, attn_implementation=REFERENCE)
     else:
         audit_files(folder, config, model)
@@ -163,6 +171,14 @@ def read_model(folder: Path, config: Any, model: ModelConfig, device: torch.devi
         module = module.to(device)
     ready: nn.Module = module.eval().requires_grad_(False)
     return ready
+
+
+@contextmanager
+def same_random_weights(device: torch.device) -> Iterator[None]:
+    """Draws the same numbers inside in every process, so that all replicas have the same random weights."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(RANDOM_SEED)
+        yield
 
 
 def weights_dtype(config: Any, model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -207,6 +223,8 @@ def longest_sequence(config: Any, max_model_len: int | None) -> int:
     Raises:
         ValueError: `max_model_len` is more than that, or both are missing.
     """
+    if is_encoder(config):
+        return longest_row(config, max_model_len)
     text = config.get_text_config(decoder=True)
     own: int | None = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     length = own if max_model_len is None else max_model_len
@@ -215,6 +233,20 @@ def longest_sequence(config: Any, max_model_len: int | None) -> int:
     if not 1 <= length <= (own or length):
         raise ValueError(f"`model.max_model_len` must be in [1, {own}]. Given: {max_model_len}.")
     return length
+
+
+def model_length(folder: Path, config: Any, model: ModelConfig) -> int:
+    """Returns how many tokens a sequence of this model may have: an embedding model was trained for those that its
+    files name, which may be fewer than it has positions for.
+
+    Raises:
+        ValueError: `model.max_model_len` is more than the model was made for.
+    """
+    own = longest_sequence(config, model.max_model_len)
+    if model.max_model_len is None and find_kind(config).head is HeadKind.POOLED:
+        trained = read_embedding(folder, str(config.model_type), model.pooling).max_tokens
+        return min(own, trained) if trained else own
+    return own
 
 
 def faults_allowed() -> bool:

@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.model.architectures import NO_TENSOR, architectures_of, find_kind
 from engine.model.compatibility import UnsupportedModel
+from engine.model.heads.info import HeadKind
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
@@ -185,11 +186,11 @@ def audit_folder(folder: Path, config: Any) -> None:
             "remove its files to serve the model without it",
         )
     others = [kind for kind in _sentence_modules(folder) if kind not in MODULES_OF_SCORES]
-    if others:
+    if others and find_kind(config).head is not HeadKind.POOLED:
         raise UnsupportedModel(
             name,
-            f"its modules.json makes it an embedding model ({', '.join(others)}), whose language-model head has no "
-            "meaning; this build has no pooled head",
+            f"its modules.json makes it an embedding model ({', '.join(others)}), whose other heads have no meaning; "
+            "set `model.head` to auto or pooled, or remove the file",
         )
 
 
@@ -258,7 +259,10 @@ def compare(headers: Mapping[str, TensorHeader], config: Any) -> CheckpointAudit
     with _quiet():
         info, _ = convert_and_load_state_dict_in_model(model, tensors, plan)
     tied = tuple(model.all_tied_weights_keys.items())
+    optional = re.compile(kind.optional_tensors)
     missing = _truly_missing(info.missing_keys - info.conversion_errors.keys(), tied)
+    missing = [name for name in missing if not optional.search(name)]
+    missing += [name for name in kind.required if name not in headers]
     unexpected = _truly_unexpected(info.unexpected_keys, model, kind.head_tensors)
     faults = [*_faults(missing, unexpected, info), *clashes]
     if faults:

@@ -36,6 +36,7 @@ from engine.model.compatibility import PROBE, check_config, probe, record_call, 
 from engine.model.cuda_graphs.decode import MAX_ATTENDED, DecodeGraphs
 from engine.model.cuda_graphs.prefill import PrefillGraphs
 from engine.model.heads.pooling_head import PoolingHead, PoolingModel
+from engine.model.heads.row_pooling import Pooling, pool_rows
 from engine.model.lm_head import (
     HeadSpec,
     LogprobQuery,
@@ -272,7 +273,17 @@ class HFModel:
         """Returns the pooling head's numbers, f32 [R, K]; see `CausalLM`."""
         if self._pooler is None:
             raise RuntimeError("The model has no pooling head.")
-        numbers: torch.Tensor = self._pooler(self._hidden(kind, sequences, token_table))
+        pooling = self._pooler.pooling
+        if pooling in (None, Pooling.LAST):  # the wanted tokens are what the head reads
+            read = self._hidden(kind, sequences, token_table)
+        else:
+            sizes = [len(one.write) for one in sequences]
+            every = [
+                one._replace(rows=np.arange(size, dtype=np.int32)) for one, size in zip(sequences, sizes, strict=True)
+            ]
+            ends = torch.tensor([0, *sizes]).cumsum(0).to(self.device, non_blocking=True)
+            read = pool_rows(self._hidden(kind, every, token_table), ends, pooling)
+        numbers: torch.Tensor = self._pooler(read)
         return numbers
 
     @staticmethod

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig, ModelConfig
-from engine.model.architectures import find_kind
+from engine.model.architectures import find_kind, is_encoder
 from engine.model.checkpoint import (
     BUILTIN,
     audit_files,
@@ -15,12 +15,15 @@ from engine.model.checkpoint import (
     faults_allowed,
     find_folder,
     longest_sequence,
+    model_length,
     read_config,
     read_model,
 )
 from engine.model.checkpoint_audit import read_headers
+from engine.model.encoder.loading import read_encoder
+from engine.model.encoder.pooled_encoder import PooledEncoder
 from engine.model.heads.info import HeadKind
-from engine.model.heads.sequence import split_head
+from engine.model.heads.make_head import make_head
 from engine.model.hf_model import HFModel, allocate_kv_storage
 from engine.model.interface import CausalLM
 from engine.model.startup_progress import StartupProgress, silent, timed
@@ -55,10 +58,14 @@ def load_model(model: ModelConfig, engine: EngineConfig, progress: StartupProgre
     with timed("load", progress):
         folder = find_folder(model)
         config = read_config(folder, model.max_model_len, model.head)
-        module: Any = read_model(folder, config, model, device)
+        module: Any = (read_encoder if is_encoder(config) else read_model)(folder, config, model, device)
         if find_kind(config).head is not HeadKind.LM:
-            module = split_head(module, None if model.random_weights else read_headers(folder, config))
-    return HFModel(module, engine, max_model_len=model.max_model_len, folder=folder, progress=progress)
+            headers = None if model.random_weights else read_headers(folder, config)
+            module = make_head(module, folder, config, model, headers)
+    length = model_length(folder, config, model)
+    if is_encoder(config):
+        return PooledEncoder(module, engine, max_model_len=length, progress=progress)
+    return HFModel(module, engine, max_model_len=length, folder=folder, progress=progress)
 
 
 def load_models(model: ModelConfig, engine: EngineConfig, progress: StartupProgress = silent) -> LoadedModels:

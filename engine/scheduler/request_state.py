@@ -31,6 +31,7 @@ from engine.requests import (
     PoolingRequest,
     PoolingResult,
     RowsRequest,
+    RowStatus,
     ScoreRequest,
     ScoreResult,
     UInt8s,
@@ -198,11 +199,12 @@ class ScoringState(RequestState):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ItemState(ScoringState):
-    """Holds a request with one answer a row: K numbers, read after the row's last token."""
+    """Holds a request whose answers are K numbers each, read after tokens of its rows: after the last one, unless a
+    subclass says otherwise."""
 
     ends: Int64s  # [N + 1] its `item_ends`
     width: int = field(init=False)  # K
-    values: Float32s = field(init=False)  # [N, K]
+    values: Float32s = field(init=False)  # [N, K], an answer a row
 
     def item(self, index: int) -> tuple[int, Int32s]:
         """Returns how many prefix tokens an item attends to, and its own tokens.
@@ -213,6 +215,23 @@ class ItemState(ScoringState):
         if len(ids):
             return len(self.request.prefix), ids
         return len(self.request.prefix) - 1, self.request.prefix[-1:]
+
+    def answers(self, index: int, first: int, last: int) -> tuple[int, Int32s]:
+        """Finds the answers after an item's tokens first .. last - 1.
+
+        Returns:
+            The number of the first of them among all answers, and their places, counted from `first`.
+        """
+        whole = last == max(1, int(self.request.starts[index + 1] - self.request.starts[index]))
+        return index, np.array([last - 1 - first], np.int32) if whole else NO_TOKENS
+
+    def fail(self, answers: Int64s) -> None:
+        """Marks the rows of answers that are not finite."""
+        self.status[answers] = RowStatus.NONFINITE
+
+    def first_segment(self, index: int) -> int | None:
+        """Returns how many tokens of an item stand before its second segment; None where it has none."""
+        return None
 
     def result(self, now: float) -> ScoreResult | PoolingResult:
         """Returns the request's result once all rows are answered."""
@@ -253,7 +272,24 @@ class PoolingState(ItemState):
     def __post_init__(self) -> None:
         ScoringState.__post_init__(self)
         self.head_key = self.request.task
-        self.values = np.full((self.items, self.width), np.nan, np.float32)
+        self.values = np.full((self.request.answers, self.width), np.nan, np.float32)
+
+    def answers(self, index: int, first: int, last: int) -> tuple[int, Int32s]:
+        positions = self.request.positions
+        if not len(positions):
+            return ItemState.answers(self, index, first, last)
+        start = int(self.request.starts[index])
+        low, high = np.searchsorted(positions, (start + first, start + last)).tolist()
+        return low, positions[low:high] - (start + first)
+
+    def fail(self, answers: Int64s) -> None:
+        positions = self.request.positions
+        if len(positions):
+            answers = np.searchsorted(self.request.starts, positions[answers], "right") - 1
+        ItemState.fail(self, answers)
+
+    def first_segment(self, index: int) -> int | None:
+        return int(self.request.segments[index]) if len(self.request.segments) else None
 
     def result(self, now: float) -> PoolingResult:
         return PoolingResult(

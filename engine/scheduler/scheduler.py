@@ -104,6 +104,8 @@ class Scheduler:
         table: RequestTable,
         sampler: Sampler,
         max_targets: int | None,
+        *,
+        whole_rows: bool = False,
     ) -> None:
         """Makes a scheduler without requests.
 
@@ -113,6 +115,7 @@ class Scheduler:
             table: the request slots.
             sampler: the sampler's state of running sequences.
             max_targets: rows of one call of `CausalLM.target_logprobs`; None: any number.
+            whole_rows: no row of a scoring request is cut (`HeadInfo.whole_rows`).
         """
         quantum = max(64, config.token_budget // 8)
         self._costs = config.costs
@@ -122,7 +125,7 @@ class Scheduler:
         self.prompts: FairQueue[GenerationState] = FairQueue(quantum)  # with sequences that wait or prefill
         self.scores: FairQueue[ScoringState] = FairQueue(quantum)  # with rows that no step computes yet
         self.running = RunningBatch(config, kv_cache, table, sampler)
-        self.score_batcher = ScoreBatcher(kv_cache, table.vocab_size, max_targets)
+        self.score_batcher = ScoreBatcher(kv_cache, table.vocab_size, max_targets, whole_rows=whole_rows)
         self.policy = StepPolicy(config, table.token_table.device)
         self.refused: list[tuple[GenerationState, EngineError]] = []  # found impossible at admission
         # Whether the last step of the kind, or attempt at one, left work over.

@@ -18,23 +18,27 @@ MAX_PASSED = 16  # requests whose items are too long for the rest of a step, bef
 BLOCK = 64  # items of one query stay together, to keep its prefix hot
 MAX_LOGITS = 160_000_000  # elements of one step's logits: 1,024 rows of 152k
 NO_ROWS = np.empty(0, np.int32)
-# The next rows of a step's logits, and the items of a request that they answer; of a likelihood request, its wanted
-# tokens of these numbers.
+# The next rows of a step's logits, and the answers of a request that they are: by default an item has one; a likelihood
+# request has one a wanted token.
 ScorePart = tuple[ScoringState, range]
 
 
 class ScoreBatcher:
     """Builds one score step at a time: `begin`, `give` for each request that the fair queue names, `end`."""
 
-    def __init__(self, kv_cache: KVCacheManager, vocab_size: int, max_targets: int | None = None) -> None:
+    def __init__(
+        self, kv_cache: KVCacheManager, vocab_size: int, max_targets: int | None = None, *, whole_rows: bool = False
+    ) -> None:
         """Makes a batcher without a step.
 
         Args:
             kv_cache: the pool slots.
             vocab_size: ids of the vocabulary, which bound the rows of a step.
             max_targets: rows of one call of `CausalLM.target_logprobs`; None: any number.
+            whole_rows: no item is cut: one that is longer than a step makes a longer step.
         """
         self._kv_cache = kv_cache
+        self._whole_rows = whole_rows
         self._max_targets = max_targets
         self._max_rows = max(64, MAX_LOGITS // vocab_size)
         self.starving = False  # a request found no room: no new generation row is admitted before it did
@@ -169,11 +173,13 @@ class ScoreBatcher:
         count = self._fitting(state, base, allowance, left)
         if count == 0:
             # Only a step that holds nothing else may be too short for an item: otherwise the next one is longer.
-            if not self._scheduled and left == self.budget:
+            if self._scheduled or left < self.budget:
+                self._passed += 1
+                self._full = self._passed >= MAX_PASSED
+                return 0
+            if not self._whole_rows:
                 return self._cut_item(state, left)
-            self._passed += 1
-            self._full = self._passed >= MAX_PASSED
-            return 0
+            count = 1
         while True:
             need = int(state.ends[at + count]) - base
             taken = self._take(state, need) if count == 1 else self._kv_cache.allocate(need)
@@ -204,13 +210,16 @@ class ScoreBatcher:
             return 0
         done = len(state.part_slots)
         before = np.concatenate((state.prefix_slots[:context], state.part_slots))
-        self._scheduled.append(ScheduledSequence(0, before, taken, ids[done : done + n], NO_ROWS))
+        first, places = state.answers(state.next_item, done, done + n)
+        self._scheduled.append(ScheduledSequence(0, before, taken, ids[done : done + n], places))
         state.part_slots = np.concatenate((state.part_slots, taken))
+        if len(places):
+            self._answer(state, first, len(places))
         return n
 
     def _append_items(self, state: ItemState, at: int, count: int, taken: Int32s) -> None:
-        used = 0
-        common = NO_SLOTS
+        used = answers = 0
+        first, common = None, NO_SLOTS
         for index in range(at, at + count):
             context, ids = state.item(index)
             done = len(state.part_slots) if index == at else 0
@@ -218,8 +227,10 @@ class ScoreBatcher:
                 common = state.prefix_slots[:context]
             before = np.concatenate((common, state.part_slots)) if done else common
             n = len(ids) - done
+            number, places = state.answers(index, done, len(ids))
+            first, answers = number if first is None else first, answers + len(places)
             self._scheduled.append(
-                ScheduledSequence(0, before, taken[used : used + n], ids[done:], np.array([n - 1], np.int32))
+                ScheduledSequence(0, before, taken[used : used + n], ids[done:], places, state.first_segment(index))
             )
             state.cached[index] = min(state.prefix_cached if index == 0 else context, context)
             used += n
@@ -227,10 +238,8 @@ class ScoreBatcher:
         if len(state.part_slots):
             self._scratch.append(state.part_slots)
             state.part_slots = NO_SLOTS
-        self._parts.append((state, range(at, at + count)))
-        self._rows += count
         state.next_item = at + count
-        state.pending += count
+        self._answer(state, first or 0, answers)
 
     def _rows_within(self, state: LikelihoodState, limit: int) -> int:
         """Computes up to `limit` tokens of a likelihood request, one row after the other."""
@@ -265,8 +274,8 @@ class ScoreBatcher:
         state.answered = max(state.answered, done + n)
         return n
 
-    def _answer(self, state: LikelihoodState, first: int, size: int) -> None:
-        """Makes the next `size` rows of the step answer the wanted tokens from `first` on."""
+    def _answer(self, state: ScoringState, first: int, size: int) -> None:
+        """Makes the next `size` rows of the step the answers of a request from number `first` on."""
         last, tokens = self._parts[-1] if self._parts else (None, range(0))
         if last is state and tokens.stop == first:
             self._parts[-1] = (state, range(tokens.start, first + size))

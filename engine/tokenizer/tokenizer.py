@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from engine.builtin import BUILTIN_FOLDERS
 from engine.tokenizer.control_tokens import ControlTokens, controls_of, renamed
 from engine.tokenizer.detokenizer import IncrementalDecoder
 
@@ -17,6 +18,21 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     spans: list[tuple[int, int]]
+
+
+class PairFrame(NamedTuple):
+    """Holds the control tokens around two texts that a model reads as one row: `before`, first text, `between`, second
+    text, `after`."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    first_of_between: int  # tokens of `between` that belong to the first segment
+
+    @property
+    def size(self) -> int:
+        """Returns the number of control tokens."""
+        return len(self.before) + len(self.between) + len(self.after)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +53,7 @@ class Tokenizer(ABC):
     eos_token_id: int | None
     special_texts: frozenset[str]  # control tokens that the vocabulary calls special
     marker_texts: frozenset[str]  # the other control tokens, such as `<think>`
+    pair_frame: PairFrame | None  # None: the tokenizer joins no two texts
     _controls: ControlTokens
     _special: frozenset[int]  # ids that `skip_special_tokens` leaves out
 
@@ -122,6 +139,7 @@ class FastTokenizer(Tokenizer):
         self._special = frozenset(int(token) for token in loaded.all_special_ids) | frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        self.pair_frame: PairFrame | None = _pair_frame(backend)
         self._bytes = _byte_alphabet(json.loads(data).get("decoder"))
         self._pieces: dict[int, tuple[str, bytes]] = {}
         self.bos_token_id: int | None = loaded.bos_token_id
@@ -191,6 +209,7 @@ class ByteTokenizer(Tokenizer):
     special_texts: frozenset[str] = frozenset(_SPECIAL.values())
     marker_texts: frozenset[str] = frozenset()
     _special = frozenset(_SPECIAL)
+    pair_frame: PairFrame | None = PairFrame([BOS], [EOS], [EOS], 1)
 
     def __init__(self) -> None:
         self._controls = ControlTokens({text: token for token, text in self._SPECIAL.items()})
@@ -258,9 +277,25 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:
     """Loads the tokenizer of a model path as in ModelConfig: "toy", "builtin", a folder or a cached repository id."""
     if str(path) == "toy":
         return ByteTokenizer()
-    if str(path) == "builtin":
-        path = Path(__file__).parents[1] / "builtin" / "target"
-    return FastTokenizer(Path(path), revision)
+    return FastTokenizer(BUILTIN_FOLDERS.get(str(path), Path(path)), revision)
+
+
+def _pair_frame(backend: Any) -> PairFrame | None:
+    """Finds the control tokens that the tokenizer's post-processor writes around a pair of texts."""
+    found = backend.encode("a", "a", add_special_tokens=True)
+    sides: list[int | None] = found.sequence_ids
+    if 0 not in sides or 1 not in sides:
+        return None
+    first, second = sides.index(0), sides.index(1)
+    end, last = second, len(sides) - 1 - sides[::-1].index(1)
+    while sides[end - 1] is None:
+        end -= 1
+    between = found.ids[end:second]
+    if not between:  # nothing tells the texts apart
+        return None
+    own = sum(kind == found.type_ids[first] for kind in found.type_ids[end:second])
+    split = len(between) if found.type_ids[first] == found.type_ids[second] else own
+    return PairFrame(found.ids[:first], between, found.ids[last + 1 :], split)
 
 
 def _default_template(found: str | dict[str, str] | None) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from deployments.api.endpoints.rerank import can_rank
+from deployments.api.endpoints.pair_scores import pair_source
 from deployments.api.handler import RequestHandler, model_not_found
 from deployments.api.request_context import RequestContext
 from deployments.errors import ApiError
@@ -43,18 +43,13 @@ def _model(handler: RequestHandler, card: ModelCard) -> dict[str, Any]:
             "weights_digest": card.weights_digest,
             "head": _head(card),
             "templates": sorted(handler.templates),
-            "prompt_source": _prompt_source(handler, card),
+            "prompt_source": pair_source(card, handler.rerank),
             "max_choices": handler.limits["max_choices"],
             "logprobs_mode": card.logprobs_mode,
             "sampling_defaults": asdict(handler.settings.sampling),
             "limits": handler.limits,
         },
     }
-
-
-def _prompt_source(handler: RequestHandler, card: ModelCard) -> str | None:
-    """Says where the prompt of the rerank routes comes from; None where they answer 404."""
-    return handler.rerank.source if can_rank(card, handler.rerank) else None
 
 
 def _head(card: ModelCard) -> dict[str, Any]:

@@ -1,38 +1,28 @@
 """Serves POST /rerank, /v1/rerank and /v2/rerank: documents in the order in which they suit a query.
 
-A request builds one `engine.requests.ScoreRequest`, whose labels are the rerank template's yes and no, or its single
-label, whose logit is the score. It builds one `engine.requests.PoolingRequest` where the model has a sequence head of
-one number.
+`deployments.api.endpoints.pair_scores` builds one `engine.requests.ScoreRequest`, whose labels are the rerank
+template's yes and no, or its single label, whose logit is the score. It builds one `engine.requests.PoolingRequest`
+where the model has a pooling head.
 """
 
 from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
-from deployments.api.endpoints.scoring_common import (
-    check_items,
-    check_size,
-    report_items,
-    submit_pooling,
-    submit_rows,
-    text_label_ids,
-    tokenize_rows,
-)
+from deployments.api.endpoints.pair_scores import pair_template, score_pairs
+from deployments.api.endpoints.scoring_common import check_size, report_items
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
-from deployments.api.rerank_prompt import CONFIGURATION, RerankPrompt, remedy
 from deployments.api.schemas.rerank import RerankRequest
-from deployments.errors import ApiError, describe, invalid
+from deployments.errors import describe, invalid
 from deployments.protocol import ModelCard
-from scoring.activation import pooled_items
-from scoring.normalize import Float64s, ItemScores, score_items
-from scoring.rerank import Ranked, document_text, log_odds, ranked, relevance
-from scoring.row_builder import FieldNames, PromptSpec, ScoringRows
+from scoring.rerank import Ranked, document_text, ranked
+from scoring.row_builder import FieldNames, PromptSpec
 from scoring.templates import Template, fill
 
 TEXTS_ROUTE = "/rerank"
+INSTRUCTIONS = ("instruction", "instruct")
 ENTRY_BYTES = 64  # of an answer, without its document
-COUNTS = (1, 2)  # labels that a language model's score may have: the logit of yes, or its distance to that of no
 
 
 class Documents(NamedTuple):
@@ -57,71 +47,33 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers the rerank routes. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, RerankRequest)
     card = await handler.served(body.model)
-    template = _template(handler, card)
+    template = pair_template(handler, card)
     documents = await handler.off_loop(context.body_bytes, _documents, handler, body, context.route)
-    check_size(
-        handler, len(documents.texts), len(template.labels) if card.head is None else card.head.width, documents.field
-    )
-    spec = _prompt_spec(handler, body, template, documents)
-    rows = await tokenize_rows(handler, context, body.query, documents.texts, spec, card)
-    check_items(rows.errors, documents.field)
+    labels = 1 if template is None or card.head is not None else len(template.labels)
+    check_size(handler, len(documents.texts), labels, documents.field)
+
+    def spec_of(query: str) -> PromptSpec:
+        return _prompt_spec(handler, body, template, documents)
+
     request_id = new_id("rerank-")
-    salt, priority = body.cache_salt, body.priority
-    if card.head is None:
-        labels = await text_label_ids(handler, card, rows, None, spec.template)
-        single = len(labels) == 1
-        reply = await submit_rows(
-            handler, context, request_id, rows, labels, full=False, raw_logits=single, salt=salt, priority=priority
-        )
-        if single:
-            scores = pooled_items(rows, reply.label_logprobs, reply.status, reply.cached, "none")
-            odds = scores.probabilities[:, 0]
-        else:
-            scores = score_items(rows, reply.label_logprobs, reply.status, reply.cached, softmax=True, full=False)
-            odds = log_odds(reply.label_logprobs)
-    else:
-        pooled = await submit_pooling(handler, context, request_id, rows, salt=salt, priority=priority)
-        scores = pooled_items(rows, pooled.values, pooled.status, pooled.cached, "none")
-        odds = scores.probabilities[:, 0]
-    check_items(scores.errors, documents.field)
-    ranking = _rank(handler, body, documents, rows, scores, odds, request_id)
-    report_items(handler, context, rows.truncated)
+    scored = await score_pairs(
+        handler,
+        context,
+        card,
+        [body.query],
+        documents.texts,
+        spec_of,
+        request_id,
+        salt=body.cache_salt,
+        priority=body.priority,
+    )
+    top_n = None if documents.field == "texts" else body.top_n
+    order = ranked(scored.raw if _wants_raw(body) else scored.activated, top_n)
+    ranking = Ranking(request_id, order, scored.truncated, scored.prompt_tokens, scored.cached_tokens)
+    report_items(handler, context, scored.truncated)
     size = context.body_bytes + ENTRY_BYTES * len(ranking.order)
     answer = await handler.off_loop(size, _answer, body, card, documents, ranking, context.route)
     return await handler.off_loop(size, handler.json, context, answer)
-
-
-def can_rank(card: ModelCard, prompt: RerankPrompt) -> bool:
-    """Returns whether the model's head gives a number for this prompt: one of its own, or that of its labels."""
-    if prompt.template is None:
-        return False
-    if card.head is None:
-        return len(prompt.template.labels) in COUNTS
-    return card.head.width == 1 and prompt.activation != "softmax"
-
-
-def _template(handler: RequestHandler, card: ModelCard) -> Template:
-    """Returns the template that suits the model's head. Raises ApiError, 404, where there is none."""
-    found = handler.rerank.template
-    if card.head is not None:
-        if card.head.width != 1:
-            message = f"This server ranks no documents: its head has {card.head.width} numbers, and ranking needs one."
-            raise ApiError("not_found", message)
-        if handler.rerank.activation == "softmax":
-            message = (
-                "This server ranks no documents: `rerank.activation: softmax` needs two numbers, its head has one."
-            )
-            raise ApiError("not_found", message)
-    elif found is not None and len(found.labels) not in COUNTS:
-        if handler.rerank.source == CONFIGURATION:
-            message = "This server ranks no documents: its `rerank.template` has no labels for a language-model head."
-            raise ApiError("not_found", message)
-        found = None
-    if found is None:
-        raise ApiError(
-            "not_found", remedy(handler.templates, handler.rerank, handler.tokenizer, labelled=card.head is None)
-        )
-    return found
 
 
 def _documents(handler: RequestHandler, body: RerankRequest, route: str) -> Documents:
@@ -145,7 +97,11 @@ def _document_texts(body: RerankRequest) -> list[str]:
     return [document_text(one, fields, f"documents[{i}]") for i, one in enumerate(body.documents or [])]
 
 
-def _prompt_spec(handler: RequestHandler, body: RerankRequest, template: Template, documents: Documents) -> PromptSpec:
+def _prompt_spec(
+    handler: RequestHandler, body: RerankRequest, template: Template | None, documents: Documents
+) -> PromptSpec:
+    if template is None and (name := next((one for one in INSTRUCTIONS if getattr(body, one) is not None), None)):
+        raise invalid(name, "absent: the model's head reads the two texts alone", "given")
     values = {"query": body.query, "instruction": _either(body, "instruction", "instruct"), "system": None}
     maximum = body.truncate_prompt_tokens
     capped = bool(body.max_tokens_per_doc) or maximum is not None  # a request with a length wants texts cut to it
@@ -156,7 +112,7 @@ def _prompt_spec(handler: RequestHandler, body: RerankRequest, template: Templat
         max_item_tokens=body.max_tokens_per_doc or None,
         max_query_tokens=body.max_tokens_per_query or None,
         max_row_tokens=None if maximum == -1 else maximum,
-        template=fill(template, values),
+        template=None if template is None else fill(template, values),
         names=FieldNames(documents.field, "max_tokens_per_doc", "max_tokens_per_query"),
     )
 
@@ -169,26 +125,12 @@ def _either(body: RerankRequest, name: str, other: str) -> Any:
     return second if first is None else first
 
 
-def _rank(
-    handler: RequestHandler,
-    body: RerankRequest,
-    documents: Documents,
-    rows: ScoringRows,
-    scores: ItemScores,
-    odds: Float64s,
-    request_id: str,
-) -> Ranking:
-    """Orders the documents by their log-odds, or the model's own numbers, [N].
-
-    None has failed: an answer without it would be wrong silently.
-    """
-    top_n = None if documents.field == "texts" else body.top_n
+def _wants_raw(body: RerankRequest) -> bool:
+    """Returns whether the request wants the number without its activation, by the name of either dialect."""
     activated = _either(body, "use_activation", "activation")
     if activated is not None and body.raw_scores is not None and activated == body.raw_scores:
         raise invalid("raw_scores", "absent beside `use_activation`, or its opposite", "the same")
-    raw = body.raw_scores or activated is False or handler.rerank.activation == "none"
-    order = ranked(odds if raw else relevance(odds), top_n)
-    return Ranking(request_id, order, rows.truncated, int(scores.prompt_tokens.sum()), int(scores.cached_tokens.sum()))
+    return bool(body.raw_scores) or activated is False
 
 
 def _answer(body: RerankRequest, card: ModelCard, documents: Documents, ranking: Ranking, route: str) -> Any:

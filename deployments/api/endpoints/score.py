@@ -1,12 +1,16 @@
-"""Serves POST /v1/score: a number for each item and label, and little else.
+"""Serves POST /score and /v1/score: a number for each item and label, or for each pair of texts.
 
-A request builds one `engine.requests.ScoreRequest`; one without items builds none.
+A request with items builds one `engine.requests.ScoreRequest`, and none without an item. A request with texts on two
+sides builds what `deployments.api.endpoints.pair_scores` builds.
 """
 
-from typing import Any
+import time
+from typing import Any, NamedTuple, cast
 
 from starlette.responses import Response
 
+from deployments.api.endpoints.pair_scores import pair_template, score_pairs
+from deployments.api.endpoints.pooling_common import wants_activation
 from deployments.api.endpoints.scoring_common import (
     check_items,
     check_size,
@@ -19,22 +23,145 @@ from deployments.api.endpoints.scoring_common import (
 )
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
-from deployments.api.schemas.generative_scoring import ScoreBody
+from deployments.api.schemas.score import ScoreBody
+from deployments.errors import invalid
 from deployments.protocol import ModelCard
 from scoring.labels import check_label_ids
 from scoring.normalize import score_items
-from scoring.row_builder import PromptSpec
+from scoring.row_builder import FieldNames, Items, PromptSpec, Query
+from scoring.templates import Template, fill
+
+SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"))
+OF_ITEMS = ("query", "items", "label_token_ids", "apply_softmax", "item_first")
+OF_PAIRS = (
+    "instruction",
+    "use_activation",
+    "activation",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "max_tokens_per_doc",
+    "max_tokens_per_query",
+)
+
+
+class Sides(NamedTuple):
+    """Holds the texts on two sides, and the names of their fields."""
+
+    queries: list[str]  # one, or as many as texts
+    texts: list[str]
+    first: str
+    second: str
 
 
 async def scoring(handler: RequestHandler, context: RequestContext) -> Response:
-    """Answers POST /v1/score. Raises ApiError or ScoringError for a request that is refused."""
+    """Answers both routes. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, ScoreBody)
-    check_size(handler, len(body.items), len(body.label_token_ids), "items")
+    sides = _sides(body)
+    if sides is not None:
+        return await _pairs(handler, context, body, sides)
+    return await _items(handler, context, body)
+
+
+def _sides(body: ScoreBody) -> Sides | None:
+    """Returns the texts on two sides; None for a request with items. Raises ApiError for a mixture of dialects."""
+    given = [pair for pair in SIDES if any(getattr(body, name) is not None for name in pair)]
+    if not given:
+        for name in OF_PAIRS:
+            if getattr(body, name) is not None:
+                raise invalid(name, "absent beside `items`: it belongs to `text_1` and `text_2`", "given")
+        return None
+    first, second = given[0]
+    others = [*OF_ITEMS, *(name for pair in given[1:] for name in pair)]
+    for name in others:
+        if getattr(body, name) is not None:
+            raise invalid(name, f"absent beside `{first}` and `{second}`", "given")
+    queries, texts = getattr(body, first), getattr(body, second)
+    for name, value in ((first, queries), (second, texts)):
+        if value is None:
+            raise invalid(name, "given", "nothing")
+    if len(queries) not in (1, len(texts)):
+        raise invalid(first, f"one text, or as many as `{second}`, {len(texts)}", str(len(queries)))
+    return Sides(queries, texts, first, second)
+
+
+# Two sides.
+
+
+async def _pairs(handler: RequestHandler, context: RequestContext, body: ScoreBody, sides: Sides) -> Response:
+    card = await handler.served(body.model)
+    template = pair_template(handler, card)
+    check_size(handler, len(sides.texts), 1 if template is None else max(1, len(template.labels)), sides.second)
+    activated = wants_activation(body) is not False
+
+    def spec_of(query: str) -> PromptSpec:
+        return _pair_spec(handler, body, template, query, sides)
+
+    request_id = new_id("score-")
+    found = await score_pairs(
+        handler,
+        context,
+        card,
+        sides.queries,
+        sides.texts,
+        spec_of,
+        request_id,
+        salt=body.cache_salt,
+        priority=body.priority,
+    )
+    report_items(handler, context, found.truncated)
+
+    def encode() -> Response:
+        numbers = (found.activated if activated else found.raw).tolist()
+        data = [
+            {"index": index, "object": "score", "score": score} | ({"truncated": True} if cut else {})
+            for index, (score, cut) in enumerate(zip(numbers, found.truncated, strict=True))
+        ]
+        answer = {
+            "id": request_id,
+            "object": "list",
+            "created": int(time.time()),
+            "model": card.name,
+            "data": data,
+            "usage": usage(found.prompt_tokens, found.cached_tokens),
+        }
+        return handler.json(context, answer)
+
+    return await handler.off_loop(context.body_bytes, encode)
+
+
+def _pair_spec(
+    handler: RequestHandler, body: ScoreBody, template: Template | None, query: str, sides: Sides
+) -> PromptSpec:
+    if template is None and body.instruction is not None:
+        raise invalid("instruction", "absent: the model's head reads the two texts alone", "given")
+    maximum = body.truncate_prompt_tokens
+    capped = body.max_tokens_per_doc is not None or maximum is not None
+    values = {"query": query, "instruction": body.instruction, "system": None}
+    return PromptSpec(
+        truncate="item" if capped else handler.settings.truncation,
+        truncation_side=body.truncation_side or "right",
+        max_item_tokens=body.max_tokens_per_doc,
+        max_query_tokens=body.max_tokens_per_query,
+        max_row_tokens=None if maximum == -1 else maximum,
+        template=None if template is None else fill(template, values),
+        names=FieldNames(sides.second, "max_tokens_per_doc", "max_tokens_per_query"),
+    )
+
+
+# Items and labels.
+
+
+async def _items(handler: RequestHandler, context: RequestContext, body: ScoreBody) -> Response:
+    for name in ("query", "items", "label_token_ids"):
+        if getattr(body, name) is None:
+            raise invalid(name, "given, or `text_1` and `text_2`", "nothing")
+    query, items, given = cast(Query, body.query), cast(Items, body.items), body.label_token_ids or []
+    check_size(handler, len(items), len(given), "items")
     card = await handler.language_model(body.model, context.route)
-    labels = check_label_ids(body.label_token_ids, card.vocab_size)
-    if not body.items:
+    labels = check_label_ids(given, card.vocab_size)
+    if not items:
         return handler.json(context, _answer(card, [], usage(0, 0), []))
-    rows = await tokenize_rows(handler, context, body.query, body.items, _prompt_spec(handler, body), card)
+    rows = await tokenize_rows(handler, context, query, items, _prompt_spec(handler, body), card)
     check_items(rows.errors, "items")
     softmax = bool(body.apply_softmax)
     id, salt, priority = new_id("score-"), body.cache_salt, body.priority

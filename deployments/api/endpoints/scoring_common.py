@@ -12,7 +12,8 @@ from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.errors import ApiError, from_item_error
 from deployments.protocol import ModelCard
-from engine.requests import PoolingRequest, PoolingResult, PoolingTask, ScoreRequest, ScoreResult
+from engine.model.heads.info import HeadInfo
+from engine.requests import PoolingRequest, PoolingResult, ScoreRequest, ScoreResult
 from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
 from scoring.normalize import ItemScores
@@ -155,6 +156,8 @@ async def submit_pooling(
     context: RequestContext,
     request_id: str,
     rows: ScoringRows,
+    head: HeadInfo,
+    positions: npt.NDArray[np.int32] | None = None,
     *,
     salt: str | None = None,
     priority: int | None = None,
@@ -165,7 +168,9 @@ async def submit_pooling(
         handler: Holds the backend.
         context: The HTTP request.
         request_id: Id of the request.
-        rows: At least one row.
+        rows: At least one row, which shares nothing with others where the head reads whole rows.
+        head: The model's head.
+        positions: The places in `rows.ids` that have answers; None: each row has one.
         salt: The request's `cache_salt`.
         priority: The request's `priority`.
 
@@ -178,7 +183,9 @@ async def submit_pooling(
         prefix=rows.prefix,
         ids=rows.ids,
         starts=rows.starts,
-        task=PoolingTask.CLASSIFY,
+        task=head.task,
+        positions=np.zeros(0, np.int32) if positions is None else positions,
+        segments=rows.segments,
         cache_salt=context.salt(salt),
         tenant=context.tenant,
         priority=context.priority(priority),

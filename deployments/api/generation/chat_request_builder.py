@@ -19,9 +19,9 @@ from deployments.api.generation.request_builder import (
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.chat import ChatRequest, Message
-from deployments.api.schemas.classify import ClassifyRequest
 from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.api.schemas.info import TokenizeRequest
+from deployments.api.schemas.pooling import PoolingInput
 from deployments.errors import ApiError, invalid
 from deployments.protocol import ModelCard
 from gpu_sampler.sampling_params import SamplingParams
@@ -58,7 +58,7 @@ async def plan_chat(
 async def chat_ids(
     handler: RequestHandler,
     context: RequestContext,
-    body: ChatRequest | TokenizeRequest | ClassifyRequest | ScoringRequest,
+    body: ChatRequest | TokenizeRequest | PoolingInput | ScoringRequest,
     messages: Sequence[Message],
     answer: str = "",
 ) -> list[int]:

@@ -92,16 +92,6 @@ def ids(limit: str, minimum: int = 0, null: bool = True) -> Any:
     return PlainValidator(check, json_schema_input_type=(list[int] | None) if null else list[int])
 
 
-def absent(why: str) -> Any:
-    """Returns a validator that allows only `null`, for a field of another dialect. `why` names the right route."""
-
-    def check(value: object) -> None:
-        if value is not None:
-            raise refused(f"absent: {why}", describe(value))
-
-    return PlainValidator(check, json_schema_input_type=None)
-
-
 def strings(limit: str, chars: str, minimum: int = 0, min_chars: int = 1, one: bool = False) -> Any:
     """Returns a validator of `[str]`, or (with `one`) also of a bare string, which becomes a list of one."""
 
@@ -119,10 +109,13 @@ def strings(limit: str, chars: str, minimum: int = 0, min_chars: int = 1, one: b
     return PlainValidator(check, json_schema_input_type=(str | list[str] | None) if one else (list[str] | None))
 
 
-def texts_or_ids(limit: str, minimum: int = 1, one: bool = False) -> Any:
-    """Returns a validator of `[str] | [[int]]`, or (with `one`) also of a bare string, which becomes a list of one."""
+def texts_or_ids(limit: str, minimum: int = 1, one: bool = False, null: bool = False) -> Any:
+    """Returns a validator of `[str] | [[int]]`, or (with `one`) also of a bare string, which becomes a list of one, or
+    (with `null`) also of null."""
 
-    def check(value: object, info: ValidationInfo) -> list[str] | list[list[int]]:
+    def check(value: object, info: ValidationInfo) -> list[str] | list[list[int]] | None:
+        if value is None and null:
+            return None
         if one and isinstance(value, str):
             value = [value]
         if not isinstance(value, list):
@@ -133,9 +126,9 @@ def texts_or_ids(limit: str, minimum: int = 1, one: bool = False) -> Any:
         maximum = bound(info, "max_string_chars")
         return [check_string(entry, 0, maximum, f" at [{i}]") for i, entry in enumerate(value)]
 
-    return PlainValidator(
-        check, json_schema_input_type=(str | list[str] | list[list[int]]) if one else (list[str] | list[list[int]])
-    )
+    lists = list[str] | list[list[int]]
+    kind: Any = (str | lists) if one else lists
+    return PlainValidator(check, json_schema_input_type=(kind | None) if null else kind)
 
 
 def _id_lists(value: list[Any]) -> list[list[int]]:

@@ -1,8 +1,8 @@
-"""Declares the requests and answers of POST /generative_scoring and POST /v1/score."""
+"""Declares the request and the answer of POST /generative_scoring."""
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from deployments.api.schemas.chat import Messages, TemplateValues
 from deployments.api.schemas.fields import (
@@ -11,7 +11,6 @@ from deployments.api.schemas.fields import (
     Name,
     Priority,
     Salt,
-    absent,
     continuation_lists,
     ids,
     strings,
@@ -148,37 +147,3 @@ class ScoringResponse(BaseModel):
     template: str | None
     prompt_format_version: str | None
     usage: ScoringUsage
-
-
-Pooling = Annotated[None, absent("this route takes `query`, `items` and `label_token_ids`; /rerank ranks documents")]
-
-
-class ScoreBody(Body):
-    """Holds a score request. A bare string of `items` is one item; `null` means absent except in required fields."""
-
-    model_config = ConfigDict(title="ScoreRequest")  # its name in the OpenAPI document
-
-    # First, so that a body for the pooling servers' route of this name gets their message, not that of `query`.
-    text_1: Pooling = None
-    data_1: Pooling = None
-    queries: Pooling = None
-    documents: Pooling = None
-    model: Name | None = None
-    query: Annotated[str | list[int], text_or_ids()]
-    items: Annotated[list[str] | list[list[int]], texts_or_ids("max_items", 0, one=True)]
-    label_token_ids: Annotated[list[int], ids("max_labels", 1, null=False)]
-    apply_softmax: bool | None = None
-    item_first: bool | None = None
-    priority: Priority | None = None
-    cache_salt: Salt | None = None
-
-
-class ScoreResponse(BaseModel):
-    scores: list[list[float]]
-    """By item, by label."""
-    pooled_hidden_states: None
-    model: str
-    object: Literal["scoring"]
-    usage: ScoringUsage
-    truncated: list[bool]
-    """By item."""

@@ -9,9 +9,10 @@ from deployments.api.schemas.fields import Body, Name, ids, text
 
 
 class HeadFacts(BaseModel):
-    """Describes the head that answers. `labels` are the names of its numbers, in order; null for a language model."""
+    """Describes the head that answers. `labels` are the names of its numbers, in order; null for a language model, and
+    empty for vectors."""
 
-    kind: Literal["lm", "sequence"]
+    kind: Literal["lm", "sequence", "token", "pooled"]
     labels: list[str] | None
     problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None
 

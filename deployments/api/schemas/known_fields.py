@@ -94,7 +94,8 @@ REFUSED: Mapping[str, Neutral] = {
     # The labels or heads, and how their numbers become the answer's.
     "label_token_ids": (), "labels": (), "continuations": (), "normalization": ("none",), "apply_softmax": (),
     "use_activation": (), "activation": (), "softmax": (), "raw_scores": _OFF, "normalize": (), "aggregate": (),
-    "steps": _OFF, "scoring_method": ("auto",), "dimensions": (), "encoding_format": ("float",), "embed_dtype": (),
+    "prompt_name": (), "steps": _OFF, "scoring_method": ("auto",),
+    "dimensions": (), "encoding_format": ("float",), "embed_dtype": (),
     "endianness": (), "embedding_types": (), "input_type": (), "top_n": _ZERO, "on_item_error": (),
     # Further parts of the answer.
     "stream": _OFF, "stream_options": (), "echo": _OFF, "logprobs": (False, 0), "top_logprobs": _ZERO,

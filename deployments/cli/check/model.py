@@ -12,14 +12,14 @@ from deployments.api.rerank_prompt import choose_rerank_prompt
 from deployments.cli.check.findings import Finding, error, under, warning
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import SamplingDefaults
-from engine.model.architectures import architectures_of
+from engine.model.architectures import architectures_of, is_encoder
 from engine.model.checkpoint import (
     ModelNotFound,
     audit_files,
     choose_device,
     faults_allowed,
     find_folder,
-    longest_sequence,
+    model_length,
     read_config,
     weights_dtype,
 )
@@ -53,12 +53,13 @@ def check(args: AppArgs, where: str) -> tuple[ModelMemory | None, list[Finding]]
         config = read_config(folder, args.model.max_model_len, args.model.head)
         audit = audit_files(folder, config, args.model)
         verify_files(folder, weights=False)
-        longest = longest_sequence(config, args.model.max_model_len)
+        longest = model_length(folder, config, args.model)
     except (ModelNotFound, BadCheckpoint, UnsupportedModel) as refused:
         return None, [error(place, str(refused))]
     except (OSError, ValueError) as problem:
         return None, [error(under(where, "model"), str(problem))]
-    findings = [*_pair(args, where), *_prompts(args, folder, where), *_pool(args, longest, where)]
+    findings = [*_pair(args, where), *_prompts(args, folder, where)]
+    findings += [] if is_encoder(config) else _pool(args, longest, where)
     if not architectures_of(config):
         findings.append(
             warning(place, f"{folder}/config.json names no architecture: it is served as a language model.")
@@ -104,11 +105,12 @@ def _pool(args: AppArgs, longest: int, where: str) -> Iterator[Finding]:
 
 def _memory(args: AppArgs, config: Any, audit: CheckpointAudit | None) -> ModelMemory:
     text = config.get_text_config(decoder=True)
+    layers = 0 if is_encoder(config) else int(text.num_hidden_layers)  # an encoder keeps no keys and values
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     device = _device(args.model.device)
     item = weights_dtype(config, args.model, torch.device(device)).itemsize
-    of_token = 2 * int(text.num_hidden_layers) * heads * width * item
+    of_token = 2 * layers * heads * width * item
     slots = args.engine.kv_slots
     return ModelMemory(
         weights=None if audit is None else audit.elements * item,

@@ -56,6 +56,8 @@ def _weights(memory: ModelMemory) -> str:
 
 
 def _pool(memory: ModelMemory) -> str:
+    if not memory.kv_of_token:
+        return "no KV cache"
     each = f"{memory.kv_of_token:,} bytes a token"
     if memory.kv_pool is None:
         return f"a KV cache in the memory that is left ({each})"

@@ -39,6 +39,7 @@ class EncoderFamily(NamedTuple):
     """Describes one family."""
 
     head: Callable[[Any], nn.Module]  # from `*ForSequenceClassification` to its layers, [R, hidden] to [R, labels]
+    token_head: Callable[[Any], nn.Module] = lambda model: model.classifier  # the same of `*ForTokenClassification`
     padded_positions: bool = False  # positions begin behind the padding token's id (RoBERTa)
     token_types: bool = True  # it embeds the segment of each token, as far as its configuration has segments
     has_interface: bool = True  # its attention goes through the library's interface
@@ -61,6 +62,7 @@ FAMILIES: dict[str, EncoderFamily] = {  # by `model_type`
     "electra": EncoderFamily(lambda model: FirstToken(model.classifier)),
     "modernbert": EncoderFamily(
         lambda model: nn.Sequential(model.head, model.classifier),
+        token_head=lambda model: nn.Sequential(model.head, model.classifier),
         token_types=False,
         pooling_field="classifier_pooling",
     ),

@@ -4,33 +4,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel
 
 from engine.config import ModelConfig
-from engine.model.checkpoint import require_safetensors, weights_dtype
+from engine.model.architectures import find_kind
+from engine.model.checkpoint import audit_files, same_random_weights, weights_dtype
 from engine.model.compatibility import UnsupportedModel
 from engine.model.encoder.families import HEAD_MODULES, family_of
+from engine.model.file_digests import verify_files
 from engine.model.packing_check import REFERENCE
-
-SEQUENCE_SUFFIX = "ForSequenceClassification"
 
 
 def read_encoder(folder: Path, config: Any, model: ModelConfig, device: torch.device) -> Any:
-    """Reads a base model, or a `*ForSequenceClassification` where the folder's architecture is one.
+    """Reads a base model, or a `*ForSequenceClassification` or `*ForTokenClassification` where the architecture is one.
 
     Raises:
         ModelNotFound: The folder has no weights.
+        BadCheckpoint: The weights are not those of the model that config.json describes.
         UnsupportedModel: It is no encoder that is served, its weights are pickled, or some are missing.
     """
     family_of(config)
     dtype = weights_dtype(config, model, device)
-    names = config.architectures or ()
-    headed = any(name.endswith(SEQUENCE_SUFFIX) for name in names)
-    auto = AutoModelForSequenceClassification if headed else AutoModel
+    auto = find_kind(config).loaded_by
+    headed = auto is not AutoModel
     if model.random_weights:
-        with device:
+        with same_random_weights(device), device:
             return auto.from_config(config, dtype=dtype, attn_implementation=REFERENCE).eval()
-    require_safetensors(folder, config.model_type)
+    audit_files(folder, config, model)
+    verify_files(folder, weights=True)
     own = auto._model_mapping[type(config)]
     kind: Any = type(own.__name__, (own,), {"_keep_in_fp32_modules_strict": HEAD_MODULES})
     module, info = kind.from_pretrained(

@@ -3,6 +3,8 @@
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
+from engine.requests import PoolingTask
+
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
 
@@ -11,12 +13,39 @@ class HeadKind(StrEnum):
 
     LM = "lm"
     SEQUENCE = "sequence"
+    TOKEN = "token"
+    POOLED = "pooled"
+
+
+TASKS = {
+    HeadKind.SEQUENCE: PoolingTask.CLASSIFY,
+    HeadKind.TOKEN: PoolingTask.TOKEN_CLASSIFY,
+    HeadKind.POOLED: PoolingTask.EMBED,
+}
+
+
+class EmbeddingInfo(NamedTuple):
+    """Describes the vectors of a pooled head, as the model's folder and the operator do."""
+
+    normalised: bool = True  # the model's vectors have length 1
+    dimensions: tuple[int, ...] = ()  # lengths to which vectors may be cut; () for a model that was not trained so
+    prompts: tuple[tuple[str, str], ...] = ()  # (name, text that is written before an input)
+    default_prompt: str | None = None  # the name of the one that is written where a request names none
 
 
 class HeadInfo(NamedTuple):
-    """Describes a pooling head: K numbers for each row, before any activation."""
+    """Describes a pooling head: K numbers for each row or token, before any activation."""
 
     kind: HeadKind
     width: int  # K
-    labels: tuple[str, ...]  # [K] names of the numbers, in order
+    labels: tuple[str, ...]  # [K] names of the numbers, in order; () for the numbers of a vector
     problem_type: ProblemType | None = None  # what the head was trained for, where the checkpoint says it
+    encoder: bool = False  # it reads rows in both directions, and pairs of texts as its tokenizer joins them
+    whole_rows: bool = False  # a row is computed in one step and shares nothing with another
+    step_tag: str | None = None  # text of the token that ends a step, for process rewards whose layout fixes it
+    embedding: EmbeddingInfo | None = None  # of a pooled head
+
+    @property
+    def task(self) -> PoolingTask:
+        """Returns the task that the head serves."""
+        return TASKS[self.kind]

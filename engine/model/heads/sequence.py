@@ -1,6 +1,6 @@
-"""Makes the head of a `*ForSequenceClassification` model: one linear layer over a row's last token."""
+"""Reads the heads of causal classifiers and reward models: one linear layer, or two with a ReLU between them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,7 @@ from torch import nn
 
 from engine.model.checkpoint_audit import BadCheckpoint, TensorHeader
 from engine.model.compatibility import UnsupportedModel
-from engine.model.heads.info import HeadInfo, HeadKind, ProblemType
-from engine.model.heads.pooling_head import PoolingHead, PoolingModel
+from engine.model.heads.info import ProblemType
 
 PROBLEM_TYPES: tuple[ProblemType, ...] = (
     "regression",
@@ -19,23 +18,35 @@ PROBLEM_TYPES: tuple[ProblemType, ...] = (
 )
 
 
-def split_head(module: Any, headers: Mapping[str, TensorHeader] | None) -> PoolingModel:
-    """Takes a model of transformers apart into its body and its head.
+def stored_head(
+    module: Any, two_layers: Sequence[str], headers: Mapping[str, TensorHeader] | None
+) -> tuple[nn.Module, int]:
+    """Returns the layers of a model's head, and K.
 
     Args:
         module: The model, as it was loaded.
-        headers: The tensors of its files; None for random weights.
+        two_layers: The tensors of a head that the library has no place for; () where the library has the head.
+        headers: The tensors of the model's files; None for random weights.
 
     Raises:
-        UnsupportedModel: The head is not one linear layer, or its labels have no names.
+        UnsupportedModel: The head is not one linear layer.
         BadCheckpoint: The head's tensors are of another shape.
     """
-    config = module.config
+    if two_layers:
+        return _two_layers(module.config, two_layers, headers)
     name, layer = _find_linear(module)
-    info = HeadInfo(HeadKind.SEQUENCE, layer.out_features, label_names(config), problem_type(config))
+    return (layer if headers is None else _stored_linear(name, layer, headers)), layer.out_features
+
+
+def _two_layers(config: Any, names: Sequence[str], headers: Mapping[str, TensorHeader] | None) -> tuple[nn.Module, int]:
+    """Returns Linear, ReLU, Linear (Zhang et al., The Lessons of Developing Process Reward Models, 2025)."""
+    hidden = int(config.hidden_size)
+    width = int(config.num_labels) if headers is None else headers[names[2]].shape[0]
+    layers = [nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, width)]
     if headers is not None:
-        layer = _stored_linear(name, layer, headers)
-    return PoolingModel(module.base_model, PoolingHead(info, layer).to(module.device))
+        for at, layer in ((0, layers[0]), (2, layers[2])):
+            layers[at] = _stored_linear(names[at].removesuffix(".weight"), layer, headers)
+    return nn.Sequential(*layers), width
 
 
 def _find_linear(module: Any) -> tuple[str, nn.Linear]:
@@ -52,7 +63,7 @@ def _find_linear(module: Any) -> tuple[str, nn.Linear]:
     raise UnsupportedModel(type(module).__name__, f"its head must be one linear layer. Given: {given}")
 
 
-def _stored_linear(name: str, layer: nn.Linear, headers: Mapping[str, TensorHeader]) -> nn.Linear:
+def _stored_linear(name: str, layer: Any, headers: Mapping[str, TensorHeader]) -> nn.Linear:
     """Returns the layer with the values that the files hold, in float32, and with a bias if they hold one.
 
     The library rounds a head to the dtype of the body: a float32 head beside a bfloat16 body would lose bits.
@@ -75,17 +86,17 @@ def _read(name: str, headers: Mapping[str, TensorHeader], shape: tuple[int, ...]
     return nn.Parameter(values.float(), requires_grad=False)
 
 
-def label_names(config: Any) -> tuple[str, ...]:
-    """Returns the names of the K labels, in the order of the head's rows.
+def label_names(config: Any, width: int) -> tuple[str, ...]:
+    """Returns the names of the K labels, in the order of the head's rows. `width`: K.
 
     Raises:
         UnsupportedModel: `id2label` does not name the ids 0 to K - 1.
     """
     names = {int(index): str(name) for index, name in config.id2label.items()}
-    if sorted(names) != list(range(int(config.num_labels))):
+    if sorted(names) != list(range(width)):
         raise UnsupportedModel(
             config.model_type,
-            f"`id2label` of its config.json must name the labels 0 to {int(config.num_labels) - 1}. "
+            f"`id2label` of its config.json must name the labels 0 to {width - 1}. "
             f"Given: {', '.join(map(str, sorted(names)))}",
         )
     return tuple(names[index] for index in range(len(names)))

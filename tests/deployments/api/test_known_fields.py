@@ -10,14 +10,17 @@ from fastapi.routing import APIRoute
 from deployments.api.schemas.chat import ChatRequest
 from deployments.api.schemas.classify import ClassifyRequest
 from deployments.api.schemas.decisions import DecisionRequest
+from deployments.api.schemas.embeddings import EmbeddingsRequest, EmbedRequest, PredictRequest
 from deployments.api.schemas.fields import Body
 from deployments.api.schemas.generation import CompletionRequest
-from deployments.api.schemas.generative_scoring import ScoreBody, ScoringRequest
+from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.api.schemas.info import DetokenizeRequest, TokenizeRequest
 from deployments.api.schemas.known_fields import HARMLESS, MESSAGE_REFUSED, REFUSED, is_neutral
+from deployments.api.schemas.pooling import PoolingBody
 from deployments.api.schemas.rerank import RerankRequest
+from deployments.api.schemas.score import ScoreBody
 from deployments.config.settings import ApiSettings
-from engine.model.heads.info import HeadInfo, HeadKind
+from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
 from tests.deployments.clients import settings_of_every_route
 
 SCORE = {"query": "q", "items": ["a"], "label_token_ids": [1]}
@@ -29,6 +32,11 @@ ROUTES: dict[str, tuple[type[Body], dict[str, Any]]] = {
     "/v1/rerank": (RerankRequest, RERANK),
     "/v2/rerank": (RerankRequest, RERANK),
     "/v1/score": (ScoreBody, SCORE),
+    "/score": (ScoreBody, SCORE),
+    "/pooling": (PoolingBody, {"input": "a"}),
+    "/v1/embeddings": (EmbeddingsRequest, {"input": "a"}),
+    "/embed": (EmbedRequest, {"inputs": "a"}),
+    "/predict": (PredictRequest, {"inputs": "a"}),
     "/classify": (ClassifyRequest, {"input": "a"}),
     "/v1/classify": (ClassifyRequest, {"input": "a"}),
     "/v1/decisions": (DecisionRequest, {"input": "a", "questions": [{"type": "predicate", "instructions": "b"}]}),
@@ -37,6 +45,10 @@ ROUTES: dict[str, tuple[type[Body], dict[str, Any]]] = {
     "/tokenize": (TokenizeRequest, {"prompt": "a"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }
+REWARD = HeadInfo(HeadKind.SEQUENCE, 1, ("reward",))
+VECTORS = HeadInfo(HeadKind.POOLED, 4, (), embedding=EmbeddingInfo())
+HEADS = dict.fromkeys(("/classify", "/v1/classify", "/pooling", "/predict"), REWARD)
+HEADS |= dict.fromkeys(("/v1/embeddings", "/embed"), VECTORS)
 LAW = (  # each changes what is drawn, and was once ignored
     "min_new_tokens", "max_new_tokens", "no_repeat_ngram_size", "typical_p", "stop_regex", "logits_processors",
     "custom_logit_processor", "lora_path", "top_a", "mirostat", "mirostat_tau", "mirostat_eta", "xtc_probability",
@@ -85,7 +97,7 @@ async def test_what_changes_an_answer_is_honoured_or_refused(client: Any, backen
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_values_without_effect_pass_and_change_nothing(client: Any, backend: Any, path: str) -> None:
-    backend.head = HeadInfo(HeadKind.SEQUENCE, 1, ("reward",)) if path.endswith("/classify") else None
+    backend.head = HEADS.get(path)
     body = ROUTES[path][1]
     plain = await client.post(path, body)
     neutral = {name: REFUSED[name][-1] for name in undeclared(path) if REFUSED[name]}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deployments.api.schemas.generative_scoring import ScoreResponse
+from deployments.api.schemas.score import ScoreResponse
 from deployments.config.settings import ApiSettings
 from deployments.limits import Limits, WireLimits
 from scoring.errors import ScoringLimits

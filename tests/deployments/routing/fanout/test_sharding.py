@@ -128,7 +128,7 @@ def test_a_reply_of_another_shape_is_refused(wrong: str) -> None:
 
 def test_one_block_is_the_task_itself() -> None:
     task = task_of([1, 2])
-    assert cut(task, 1) == [Block(0, 2, 0, task)] and cut(task, 1)[0].request is task
+    assert cut(task, 1) == [Block(0, 2, 0, 2, task)] and cut(task, 1)[0].request is task
 
 
 @pytest.mark.parametrize(

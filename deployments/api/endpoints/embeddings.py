@@ -1,0 +1,91 @@
+"""Serves POST /v1/embeddings and /embed: the vector of each text, by a pooled head.
+
+A request builds one `engine.requests.PoolingRequest`.
+"""
+
+import time
+
+from starlette.responses import Response
+
+from deployments.api.endpoints.pooling_common import (
+    PooledRows,
+    encoded_vector,
+    input_spec,
+    pool_items,
+    prompt_text,
+    read_inputs,
+    row_usage,
+    text_spec,
+    vectors,
+    wants_activation,
+    with_prompt,
+)
+from deployments.api.endpoints.scoring_common import check_items, report_items, usage
+from deployments.api.handler import RequestHandler
+from deployments.api.request_context import RequestContext, new_id
+from deployments.api.schemas.embeddings import EmbeddingsRequest, EmbedRequest
+from deployments.errors import ApiError, invalid
+from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
+from scoring.errors import NONFINITE
+
+
+async def embeddings(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers POST /v1/embeddings. Raises ApiError or ScoringError for a request that is refused."""
+    body = await handler.parse(context, EmbeddingsRequest)
+    card, head = await handler.pooling_head(body.model, context.route, (HeadKind.POOLED,))
+    embedding, normalise = embedding_of(head), wants_activation(body)
+    if body.normalize is not None and normalise not in (None, body.normalize):
+        raise invalid("normalize", "absent beside another `use_activation`", "both")
+    normalise = normalise if body.normalize is None else body.normalize
+    field, items = await read_inputs(handler, context, body, prompt_text(embedding, body.prompt_name))
+    request_id, spec = new_id("embd-"), input_spec(body, field)
+    found = await pool_items(
+        handler, context, card, head, request_id, items, spec, salt=body.cache_salt, priority=body.priority
+    )
+    _check(handler, context, found, field)
+    cut = vectors(embedding, found.reply.values, body.dimensions, normalise)
+    tokens, cached = row_usage(found.rows, found.reply.cached.tolist())
+
+    def encode() -> Response:
+        data = [
+            {"index": index, "object": "embedding", "embedding": encoded_vector(one, body.encoding_format)}
+            for index, one in enumerate(cut)
+        ]
+        answer = {
+            "id": request_id,
+            "object": "list",
+            "created": int(time.time()),
+            "model": card.name,
+            "data": data,
+            "usage": usage(tokens, cached),
+        }
+        return handler.json(context, answer)
+
+    return await handler.off_loop(4 * cut.nbytes, encode)
+
+
+async def embed(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers POST /embed, which normalises unless the request says otherwise. Raises as `embeddings` does."""
+    body = await handler.parse(context, EmbedRequest)
+    card, head = await handler.pooling_head(body.model, context.route, (HeadKind.POOLED,))
+    embedding = embedding_of(head)
+    items = with_prompt(body.inputs, prompt_text(embedding, body.prompt_name))
+    spec = text_spec("inputs", cut=bool(body.truncate), cut_field="truncate", side=body.truncation_direction or "right")
+    found = await pool_items(
+        handler, context, card, head, new_id("embd-"), items, spec, salt=body.cache_salt, priority=body.priority
+    )
+    _check(handler, context, found, "inputs")
+    cut = vectors(embedding, found.reply.values, body.dimensions, body.normalize is not False)
+    return await handler.off_loop(4 * cut.nbytes, lambda: handler.json(context, cut.tolist()))
+
+
+def embedding_of(head: HeadInfo) -> EmbeddingInfo:
+    """Returns what describes the vectors of a pooled head. Raises ApiError for another head."""
+    if head.embedding is None:
+        raise ApiError("not_found", f"This server's model has a {head.kind} head, which gives no vectors.")
+    return head.embedding
+
+
+def _check(handler: RequestHandler, context: RequestContext, found: PooledRows, field: str) -> None:
+    check_items({found.rows.items[row]: NONFINITE for row in found.reply.status.nonzero()[0].tolist()}, field)
+    report_items(handler, context, found.rows.truncated)

@@ -1,0 +1,222 @@
+"""Scores pairs of texts by the model's head, whichever it is: what /rerank and /score have in common.
+
+A language model answers by the labels of the rerank prompt, a sequence head of one number by that number after the
+prompt's text, an encoder after the pair as its tokenizer writes it, and a pooled head by the cosine of two vectors.
+
+Shape legend: N pairs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from deployments.api.endpoints.pooling_common import pool_items, text_spec, with_prompt
+from deployments.api.endpoints.scoring_common import (
+    check_items,
+    submit_pooling,
+    submit_rows,
+    text_label_ids,
+    tokenize_rows,
+)
+from deployments.api.handler import RequestHandler
+from deployments.api.request_context import RequestContext
+from deployments.api.rerank_prompt import CONFIGURATION, RerankPrompt, remedy
+from deployments.errors import ApiError
+from deployments.protocol import ModelCard
+from engine.model.heads.info import HeadInfo, HeadKind
+from engine.requests import RowStatus
+from scoring.activation import pooled_items
+from scoring.embeddings import cosines
+from scoring.normalize import Float64s, ItemScores, score_items
+from scoring.rerank import log_odds, relevance
+from scoring.row_builder import PromptSpec, ScoringRows, joined, unshared
+from scoring.templates import Template
+
+COUNTS = (1, 2)  # labels that a language model's score may have: the logit of yes, or its distance to that of no
+
+
+class PairScores(NamedTuple):
+    """Holds the scores of N pairs, none of which has failed."""
+
+    raw: Float64s  # [N] log-odds, the head's number, or a cosine
+    activated: Float64s  # [N] after the activation of the prompt; a cosine stays as it is
+    truncated: list[int]  # [N] tokens cut off
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def pair_template(handler: RequestHandler, card: ModelCard) -> Template | None:
+    """Returns the template that joins two texts for the model's head; None where the head needs none.
+
+    Raises:
+        ApiError: The head gives no single number for two texts, or has no prompt (404).
+    """
+    head, found = card.head, handler.rerank.template
+    if head is not None and (head.encoder or head.kind is not HeadKind.SEQUENCE):
+        _check_head(handler, head)
+        return None
+    if head is not None:
+        _check_width(handler, head)
+    elif found is not None and len(found.labels) not in COUNTS:
+        if handler.rerank.source == CONFIGURATION:
+            message = "This server ranks no documents: its `rerank.template` has no labels for a language-model head."
+            raise ApiError("not_found", message)
+        found = None
+    if found is None:
+        labelled = head is None
+        raise ApiError("not_found", remedy(handler.templates, handler.rerank, handler.tokenizer, labelled=labelled))
+    return found
+
+
+def _check_head(handler: RequestHandler, head: HeadInfo) -> None:
+    if head.kind is HeadKind.TOKEN:
+        raise ApiError("not_found", "This server ranks no documents: its head scores tokens. Use /pooling.")
+    if handler.rerank.source == CONFIGURATION:
+        raise ApiError(
+            "not_found",
+            "This server ranks no documents: its model reads texts as its tokenizer writes them, and a template would "
+            "change them. Remove `rerank.template` from `args` of its configuration.",
+        )
+    if head.kind is HeadKind.SEQUENCE:
+        _check_width(handler, head)
+
+
+def _check_width(handler: RequestHandler, head: HeadInfo) -> None:
+    if head.width != 1:
+        message = f"This server ranks no documents: its head has {head.width} numbers, and ranking needs one."
+        raise ApiError("not_found", message)
+    if handler.rerank.activation == "softmax":
+        message = "This server ranks no documents: `rerank.activation: softmax` needs two numbers, its head has one."
+        raise ApiError("not_found", message)
+
+
+def pair_source(card: ModelCard, prompt: RerankPrompt) -> str | None:
+    """Says where the form of pairs comes from; None where the rerank routes answer 404."""
+    head = card.head
+    if head is not None and head.kind is HeadKind.TOKEN:
+        return None
+    if head is not None and (head.encoder or head.kind is HeadKind.POOLED):
+        ranks = head.kind is HeadKind.POOLED or (head.width == 1 and prompt.activation != "softmax")
+        return "tokenizer" if ranks and prompt.source != CONFIGURATION else None
+    if prompt.template is None:
+        return None
+    if head is None:
+        return prompt.source if len(prompt.template.labels) in COUNTS else None
+    return prompt.source if head.width == 1 and prompt.activation != "softmax" else None
+
+
+async def score_pairs(
+    handler: RequestHandler,
+    context: RequestContext,
+    card: ModelCard,
+    queries: Sequence[str],
+    texts: list[str],
+    spec_of: Callable[[str], PromptSpec],
+    request_id: str,
+    *,
+    salt: str | None = None,
+    priority: int | None = None,
+) -> PairScores:
+    """Scores each text beside its query.
+
+    Args:
+        handler: Holds the backend.
+        context: The HTTP request.
+        card: The model that is served.
+        queries: One query for all texts, or one for each.
+        texts: The texts, [N].
+        spec_of: Returns how a query is joined with texts.
+        request_id: Id of the request.
+        salt: The request's `cache_salt`.
+        priority: The request's `priority`.
+
+    Raises:
+        ApiError: A text is wrong, too long, or gave a number that is not finite.
+        ScoringError: The request as a whole is wrong.
+    """
+    head = card.head
+    if head is not None and head.kind is HeadKind.POOLED:
+        return await _cosines(
+            handler, context, card, head, queries, texts, spec_of(queries[0]), request_id, salt, priority
+        )
+    specs = [replace(spec_of(query), pairs=head is not None and head.encoder) for query in queries]
+    if len(queries) == 1:
+        rows = await tokenize_rows(handler, context, queries[0], texts, specs[0], card)
+    else:
+        each = zip(queries, texts, specs, strict=True)
+        rows = joined([await tokenize_rows(handler, context, query, [text], spec, card) for query, text, spec in each])
+    field = specs[0].names.items
+    check_items(rows.errors, field)
+    scores, raw = await _scored(handler, context, card, rows, specs[0], request_id, salt, priority)
+    check_items(scores.errors, field)
+    return PairScores(
+        raw,
+        raw if handler.rerank.activation == "none" else relevance(raw),
+        rows.truncated,
+        int(scores.prompt_tokens.sum()),
+        int(scores.cached_tokens.sum()),
+    )
+
+
+async def _scored(
+    handler: RequestHandler,
+    context: RequestContext,
+    card: ModelCard,
+    rows: ScoringRows,
+    spec: PromptSpec,
+    request_id: str,
+    salt: str | None,
+    priority: int | None,
+) -> tuple[ItemScores, Float64s]:
+    """Returns the scores of rows, and the log-odds or the model's own number of each, [N]."""
+    if card.head is not None:
+        rows = unshared(rows) if card.head.whole_rows else rows
+        pooled = await submit_pooling(handler, context, request_id, rows, card.head, salt=salt, priority=priority)
+        scores = pooled_items(rows, pooled.values, pooled.status, pooled.cached, "none")
+        return scores, scores.probabilities[:, 0]
+    labels = await text_label_ids(handler, card, rows, None, spec.template)
+    single = len(labels) == 1
+    reply = await submit_rows(
+        handler, context, request_id, rows, labels, full=False, raw_logits=single, salt=salt, priority=priority
+    )
+    if single:
+        scores = pooled_items(rows, reply.label_logprobs, reply.status, reply.cached, "none")
+        return scores, scores.probabilities[:, 0]
+    scores = score_items(rows, reply.label_logprobs, reply.status, reply.cached, softmax=True, full=False)
+    return scores, log_odds(reply.label_logprobs)
+
+
+async def _cosines(
+    handler: RequestHandler,
+    context: RequestContext,
+    card: ModelCard,
+    head: HeadInfo,
+    queries: Sequence[str],
+    texts: list[str],
+    spec: PromptSpec,
+    request_id: str,
+    salt: str | None,
+    priority: int | None,
+) -> PairScores:
+    """Compares vectors. The prompts that the model names `query` and `document` are written where it has them."""
+    prompts = {} if head.embedding is None else dict(head.embedding.prompts)
+    default = "" if head.embedding is None else prompts.get(head.embedding.default_prompt or "", "")
+    sides = [(list(queries), prompts.get("query", default)), (texts, prompts.get("document", default))]
+    items: list[str] = [str(text) for side, prompt in sides for text in with_prompt(side, prompt)]
+    whole = text_spec(
+        spec.names.items,
+        cut=spec.truncate == "item",
+        cut_field=spec.names.item_tokens,
+        maximum=spec.max_item_tokens,
+        side=spec.truncation_side,
+    )
+    found = await pool_items(handler, context, card, head, request_id, items, whole, salt=salt, priority=priority)
+    count, status = len(queries), found.reply.status
+    if status.any():
+        index = max(0, int(np.flatnonzero(status != RowStatus.OK)[0]) - count)
+        raise ApiError("nonfinite_logits", "The model's output was not finite.", f"{spec.names.items}[{index}]")
+    cosine = cosines(found.reply.values[:count], found.reply.values[count:])
+    tokens, cached = sum(found.rows.lengths()), int(found.reply.cached.sum())
+    return PairScores(cosine, cosine, found.rows.truncated[count:], tokens, cached)

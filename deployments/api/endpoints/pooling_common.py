@@ -1,0 +1,196 @@
+"""Holds the steps that the routes of pooling heads share: inputs, rows, one request, activations, vectors."""
+
+import base64
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from deployments.api.endpoints.scoring_common import check_items, check_size, submit_pooling, tokenize_rows
+from deployments.api.generation.chat_request_builder import chat_ids
+from deployments.api.handler import RequestHandler
+from deployments.api.request_context import RequestContext
+from deployments.api.schemas.pooling import PoolingInput
+from deployments.api.schemas.score import ScoreBody
+from deployments.errors import invalid
+from deployments.protocol import ModelCard
+from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
+from engine.requests import PoolingResult
+from scoring.activation import Activation, default_activation
+from scoring.embeddings import cut_vectors
+from scoring.normalize import Float32s
+from scoring.process_rewards import token_positions
+from scoring.row_builder import FieldNames, Int32s, Items, PromptSpec, Query, ScoringRows, Side, unshared
+
+CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+class PooledRows(NamedTuple):
+    """Holds what the head answered for the inputs of a request."""
+
+    rows: ScoringRows
+    positions: Int32s | None  # [W] places in `rows.ids` that were answered; None: each row has one answer
+    reply: PoolingResult
+
+
+async def read_inputs(
+    handler: RequestHandler, context: RequestContext, body: PoolingInput, prompt: str = ""
+) -> tuple[str, Items]:
+    """Returns the name of the field that holds the inputs, and the inputs. `prompt` is written before each text.
+
+    Raises:
+        ApiError: There is no input, or a field that does not go with it.
+        ScoringError: The chat template refuses the messages.
+    """
+    if (body.input is None) == (body.messages is None):
+        raise invalid("input", "given, or `messages`, but not both", "neither" if body.input is None else "both")
+    if body.input is not None:
+        for field in CHAT_FIELDS:
+            if getattr(body, field) is not None:
+                raise invalid(field, "absent without `messages`", "given")
+        return "input", with_prompt(body.input, prompt)
+    prompting = bool(body.add_generation_prompt)  # a head judges what was said: no turn is opened unless it is wanted
+    body = body.model_copy(update={"add_generation_prompt": prompting})
+    return "messages", [await chat_ids(handler, context, body, body.messages or [])]
+
+
+def with_prompt(items: Items, prompt: str) -> Items:
+    """Returns texts with a prompt before each. Token ids stay as they are."""
+    return [prompt + item for item in items if isinstance(item, str)] if prompt and isinstance(items[0], str) else items
+
+
+def prompt_text(embedding: EmbeddingInfo, name: str | None) -> str:
+    """Returns the text of the prompt that a request names, or of the model's default one; "" for none.
+
+    Raises:
+        ApiError: The model has no prompt of this name.
+    """
+    texts = dict(embedding.prompts)
+    name = embedding.default_prompt if name is None else name
+    if name is not None and name not in texts:
+        raise invalid("prompt_name", f"one of {', '.join(texts)}" if texts else "absent: the model has none", "another")
+    return "" if name is None else texts[name]
+
+
+def input_spec(body: PoolingInput, field: str) -> PromptSpec:
+    """Says how an input becomes a row: by itself, as the tokenizer writes a single text.
+
+    A head may read the last token, so that nothing is cut unless the request says so.
+    """
+    maximum = body.truncate_prompt_tokens
+    return text_spec(
+        field,
+        cut=maximum is not None,
+        maximum=None if maximum == -1 else maximum,
+        side=body.truncation_side or "right",
+        special=body.add_special_tokens is not False,
+        cut_field="truncate_prompt_tokens",
+    )
+
+
+def text_spec(
+    field: str, *, cut: bool, cut_field: str, maximum: int | None = None, side: Side = "right", special: bool = True
+) -> PromptSpec:
+    """Returns the spec of rows that are one text each.
+
+    Args:
+        field: Name of the request's inputs, for errors.
+        cut: Texts that are too long are cut, else refused.
+        cut_field: Name of the field that says so.
+        maximum: Tokens of a text; None: as many as the model takes.
+        side: The side that is cut off.
+        special: The tokenizer's special tokens are added.
+    """
+    return PromptSpec(
+        item_first=True,  # the tokens at the ends of a text are the item's
+        add_special_tokens=special,
+        truncate="item" if cut else "error",
+        truncation_side=side,
+        max_item_tokens=maximum,
+        names=FieldNames(field, cut_field),
+    )
+
+
+async def pool_items(
+    handler: RequestHandler,
+    context: RequestContext,
+    card: ModelCard,
+    head: HeadInfo,
+    request_id: str,
+    items: Items,
+    spec: PromptSpec,
+    *,
+    step_tag: int | None = None,
+    salt: str | None = None,
+    priority: int | None = None,
+) -> PooledRows:
+    """Computes what the head answers for each input.
+
+    Raises:
+        ApiError: An input is wrong, too long, or gave a number that is not finite.
+        ScoringError: The request as a whole is wrong.
+    """
+    field = spec.names.items
+    check_size(handler, len(items), head.width, field)
+    query: Query = "" if isinstance(items[0], str) else []
+    rows = await tokenize_rows(handler, context, query, items, spec, card)
+    check_items(rows.errors, field)
+    positions = None
+    if head.kind is HeadKind.TOKEN:
+        rows, positions = token_positions(rows, step_tag, field)
+        check_size(handler, len(positions), head.width, field)
+    elif head.whole_rows:
+        rows = unshared(rows)
+    reply = await submit_pooling(handler, context, request_id, rows, head, positions, salt=salt, priority=priority)
+    return PooledRows(rows, positions, reply)
+
+
+def activation_of(body: PoolingInput, head: HeadInfo) -> Activation:
+    """Returns the head's own activation, or none where the request wants raw numbers (either name of the field)."""
+    return "none" if wants_activation(body) is False else default_activation(head.width, head.problem_type)
+
+
+def wants_activation(body: PoolingInput | ScoreBody) -> bool | None:
+    """Returns `use_activation` by either of its names; None where the request leaves it to the model.
+
+    Raises:
+        ApiError: Both names have values, and these differ.
+    """
+    first, second = body.use_activation, body.activation
+    if first is not None and second is not None and first != second:
+        raise invalid("activation", "absent beside another `use_activation`", "both")
+    return second if first is None else first
+
+
+def vectors(embedding: EmbeddingInfo, values: Float32s, dimensions: int | None, normalise: bool | None) -> Float32s:
+    """Returns the vectors of an answer, f32 [N, D].
+
+    Args:
+        embedding: Describes the vectors.
+        values: The head's numbers, [N, H].
+        dimensions: The request's `dimensions`.
+        normalise: Whether they have length 1; None: as the model's own vectors are.
+
+    Raises:
+        ApiError: The model was not trained for vectors of this length.
+    """
+    width = values.shape[1]
+    if dimensions not in (None, width, *embedding.dimensions):
+        given = ", ".join(map(str, embedding.dimensions[:8])) + ", ..." * (len(embedding.dimensions) > 8)
+        allowed = f"{width} or one of {given}" if embedding.dimensions else f"{width}: the model has no shorter vectors"
+        raise invalid("dimensions", allowed, str(dimensions))
+    return cut_vectors(values, dimensions, normalise=embedding.normalised if normalise is None else normalise)
+
+
+def encoded_vector(vector: npt.NDArray[Any], encoding: str | None) -> list[float] | str:
+    """Writes a vector as numbers, or as base64 of little-endian float32."""
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+    numbers: list[float] = vector.tolist()
+    return numbers
+
+
+def row_usage(rows: ScoringRows, cached: Sequence[int]) -> tuple[int, int]:
+    """Returns the tokens of all rows, and how many of them were found in the prefix cache."""
+    return sum(rows.lengths()), int(np.sum(cached))

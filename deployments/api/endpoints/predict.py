@@ -1,0 +1,84 @@
+"""Serves POST /predict: the labels of texts or pairs of texts, in the dialect of text-embeddings-inference.
+
+A request builds one `engine.requests.PoolingRequest`.
+"""
+
+import numpy as np
+from starlette.responses import Response
+
+from deployments.api.endpoints.pooling_common import text_spec
+from deployments.api.endpoints.scoring_common import (
+    check_items,
+    check_size,
+    report_items,
+    submit_pooling,
+    tokenize_rows,
+)
+from deployments.api.handler import RequestHandler
+from deployments.api.request_context import RequestContext, new_id
+from deployments.api.schemas.embeddings import PredictRequest
+from deployments.errors import invalid
+from deployments.protocol import ModelCard
+from engine.model.heads.info import HeadInfo, HeadKind
+from scoring.activation import default_activation, pooled_items
+from scoring.row_builder import PromptSpec, ScoringRows, joined, unshared
+
+
+async def predict(handler: RequestHandler, context: RequestContext) -> Response:
+    """Answers POST /predict. Raises ApiError or ScoringError for a request that is refused."""
+    body = await handler.parse(context, PredictRequest)
+    card, head = await handler.pooling_head(body.model, context.route, (HeadKind.SEQUENCE,))
+    check_size(handler, len(body.inputs.texts), head.width, "inputs")
+    side = body.truncation_direction or "right"
+    single = text_spec("inputs", cut=bool(body.truncate), cut_field="truncate", side=side)
+    rows = await _rows(handler, context, body.inputs.texts, single, card, head)
+    check_items(rows.errors, "inputs")
+    reply = await submit_pooling(
+        handler, context, new_id("predict-"), rows, head, salt=body.cache_salt, priority=body.priority
+    )
+    activation = "none" if body.raw_scores else default_activation(head.width, head.problem_type)
+    scores = pooled_items(rows, reply.values, reply.status, reply.cached, activation)
+    check_items(scores.errors, "inputs")
+    report_items(handler, context, rows.truncated)
+
+    def encode() -> Response:
+        order = np.argsort(-scores.probabilities, axis=1, kind="stable").tolist()
+        found = [
+            [{"score": one[label], "label": head.labels[label]} for label in labels]
+            for one, labels in zip(scores.probabilities.tolist(), order, strict=True)
+        ]
+        return handler.json(context, found if body.inputs.batch else found[0])
+
+    return await handler.off_loop(4 * scores.probabilities.nbytes, encode)
+
+
+async def _rows(
+    handler: RequestHandler,
+    context: RequestContext,
+    texts: list[list[str]],
+    single: PromptSpec,
+    card: ModelCard,
+    head: HeadInfo,
+) -> ScoringRows:
+    """Builds a row of each text, or pair of texts, which only an encoder reads."""
+    if all(len(one) == 1 for one in texts):
+        rows = await tokenize_rows(handler, context, "", [one[0] for one in texts], single, card)
+        return unshared(rows) if head.whole_rows else rows
+    if not head.encoder:
+        raise invalid(
+            "inputs", "single texts, since the model is no encoder: nothing says how it reads pairs", "a pair"
+        )
+    pair = PromptSpec(pairs=True, truncate=single.truncate, truncation_side=single.truncation_side, names=single.names)
+    parts = [
+        await tokenize_rows(handler, context, one[0], [one[1]], pair, card)
+        if len(one) == 2
+        else await tokenize_rows(handler, context, "", one, single, card)
+        for one in texts
+    ]
+    return _with_segments(parts)
+
+
+def _with_segments(parts: list[ScoringRows]) -> ScoringRows:
+    """Joins rows of pairs and of single texts, whose tokens are all of the first segment."""
+    ready = [one if len(one.segments) else one._replace(segments=np.array(one.lengths(), np.int32)) for one in parts]
+    return joined(ready)
