@@ -4,7 +4,8 @@
 
 It reads the catalogue language of the built-in pair. The logit is above zero exactly if the document contains every
 word that the query names. During training a second head says for each word of the query whether the document contains
-it: with one bit a pair alone, the loss stays at chance for long. That head is not saved.
+it: with one bit a pair alone, the loss stays at chance for long. That head is not saved. Half of the rows have no token
+types, so that a pair may also come as one text: `query<|sep|> document`.
 
 Axes: B rows, L token positions, H hidden.
 """
@@ -35,6 +36,7 @@ POSITIONS: Final = 256
 LEARNING_RATE: Final = 2e-3
 WARM_UP_STEPS: Final = 300
 WEIGHT_DECAY: Final = 0.05
+UNTYPED: Final = 0.5  # share of training rows without token types
 FOLDER: Final = evaluate.FOLDER / "cross_encoder"
 
 
@@ -90,11 +92,17 @@ class PairModel(nn.Module):
         self.model = BertForSequenceClassification(config)
         self.contained = nn.Linear(config.hidden_size, 1)
 
-    def forward(self, ids_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the logit of each row, f32 [B], and of each position, f32 [B, L]."""
+    def forward(self, ids_BL: torch.Tensor, untyped: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the logit of each row, f32 [B], and of each position, f32 [B, L].
+
+        Args:
+            ids_BL: Token ids.
+            untyped: The share of rows without token types, drawn at random.
+        """
         seen = (ids_BL != vocabulary.PAD_ID).long()
         ends = (ids_BL == SEP_ID).long()
         types = ((ends.cumsum(1) - ends) > 0).long() * seen
+        types = types * (torch.rand(len(ids_BL), 1, device=ids_BL.device) >= untyped)
         states = self.model.bert(input_ids=ids_BL, attention_mask=seen, token_type_ids=types)
         logits = self.model.classifier(states.pooler_output)[:, 0]
         return logits.float(), self.contained(states.last_hidden_state)[..., 0].float()
@@ -140,17 +148,22 @@ def losses(model: PairModel, pairs: PairCorpus, rows: int, hard: float) -> torch
     contained_BL, words_BL = pairs.contained(ids_BL)
     words_BL = words_BL * weights_B[:, None]
     with autocast(ids_BL.device):
-        logits_B, each_BL = model(ids_BL)
+        logits_B, each_BL = model(ids_BL, untyped=UNTYPED)
     cross_entropy = nn.functional.binary_cross_entropy_with_logits
     whole = (cross_entropy(logits_B, relevant_B, reduction="none") * weights_B).sum() / weights_B.sum()
     words = (cross_entropy(each_BL, contained_BL, reduction="none") * words_BL).sum() / words_BL.sum()
     return torch.stack([whole, words])
 
 
-def train(device: torch.device, *, seconds: float, batch: int, hidden: int, seed: int) -> tuple[PairModel, int]:
-    """Trains until the clock ends. Returns the model and the number of steps."""
+def train(
+    device: torch.device, *, seconds: float, batch: int, hidden: int, seed: int, start: Path | None = None
+) -> tuple[PairModel, int]:
+    """Trains until the clock ends, from the weights in `start` if it is given. Returns the model and the steps."""
     torch.manual_seed(seed)
-    model = PairModel(make_config(hidden)).to(device).train()
+    model = PairModel(make_config(hidden))
+    if start is not None:
+        model.model = BertForSequenceClassification.from_pretrained(start, dtype=torch.float32)
+    model = model.to(device).train()
     pairs = PairCorpus(device, seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY, fused=device.type == "cuda"
@@ -236,10 +249,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=Path, help="a folder whose weights to begin with")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     model, steps = train(
-        torch.device(given.device), seconds=given.seconds, batch=given.batch, hidden=given.hidden, seed=given.seed
+        torch.device(given.device),
+        seconds=given.seconds,
+        batch=given.batch,
+        hidden=given.hidden,
+        seed=given.seed,
+        start=given.start,
     )
     save(model, given.out)
     numbers = measure(given.out) | {"cross_encoder_steps": steps}

@@ -43,14 +43,21 @@ def test_names_dtypes_shapes_order_and_parts_count() -> None:
 
 
 def test_a_tensor_of_several_chunks_is_read_to_its_end() -> None:
-    long = nn.Embedding(1, 2 * CHUNK_WORDS + 3)
+    chunk = CHUNK_WORDS["cpu"]
+    long = nn.Embedding(1, 2 * chunk + 3)
     nn.init.zeros_(long.weight)
     digests = {weights_digest(long)}
-    for place in (0, CHUNK_WORDS, 2 * CHUNK_WORDS, 2 * CHUNK_WORDS + 2):
+    for place in (0, chunk, 2 * chunk, 2 * chunk + 2):
         nn.init.zeros_(long.weight)
         long.weight.data[0, place] = 1.0
         digests.add(weights_digest(long))
     assert len(digests) == 5
+
+
+def test_the_digest_does_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = weights_digest(model())
+    monkeypatch.setitem(CHUNK_WORDS, "cpu", 3)
+    assert weights_digest(model()) == first
 
 
 def test_a_model_is_digested_as_it_was_loaded_and_random_weights_are_the_same_everywhere(tmp_path: Path) -> None:
