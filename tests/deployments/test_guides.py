@@ -79,7 +79,7 @@ async def test_the_guards_of_the_guide_are_recognised(guard: str, tmp_path: Path
     model = {"path": str(folder), "device": "cpu", "dtype": "float32"}
     client = await replica_client(model=model, engine={"kv_slots": 4096, "compile": False})
     [code] = blocks("serve-a-classifier", "python")
-    [body] = [ast.literal_eval(one.value) for one in ast.parse(code).body if isinstance(one, ast.Assign)][:1]
+    body = ast.literal_eval(next(one.value for one in ast.parse(code).body if isinstance(one, ast.Assign)))
     body |= {"template": guard, "chat_template_kwargs": layouts.VALUES[guard]}
     found = await client.http.post("/generative_scoring", json=body)
     assert found.status_code == 200, found.text

@@ -213,7 +213,7 @@ def _prompt_spec(handler: RequestHandler, body: ScoringRequest, template: Filled
 def _check_items(body: ScoringRequest, errors: dict[int, ItemError], items: Sequence[int]) -> None:
     """Raises the first item's error if the request wants that, or if every item failed."""
     if body.on_item_error == "fail" or len(errors) == len(items):
-        check_items(errors, "items")
+        check_items(errors, "items" if body.messages is None else "messages")
 
 
 def _head(request_id: str, card: ModelCard, body: ScoringRequest, template: FilledTemplate | None) -> dict[str, Any]:
