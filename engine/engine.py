@@ -209,7 +209,7 @@ class Engine:
             EngineError: the request is invalid, was refused, or failed.
         """
         head = self._pooling_head()
-        ends = item_ends(check_pooling(request, self._bounds, head))
+        ends = item_ends(check_pooling(request, self._bounds, head.task, whole_rows=head.whole_rows))
         submission = self._submit(request, "score")
         result = await self._result(PoolingState(request=request, ends=ends, width=head.width, **submission))
         if isinstance(result, PoolingResult):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from engine.model.heads.info import HeadInfo, HeadKind
 from engine.requests import (
     EngineError,
     EngineRequest,
@@ -20,6 +19,7 @@ from engine.requests import (
     Int64s,
     LikelihoodRequest,
     PoolingRequest,
+    PoolingTask,
     RowsRequest,
     ScoreRequest,
 )
@@ -99,8 +99,10 @@ def check_score(request: ScoreRequest, bounds: RequestLimits) -> Int64s:
     return _check_rows(request, bounds, may_be_empty=len(request.prefix) > 0)
 
 
-def check_pooling(request: PoolingRequest, bounds: RequestLimits, head: HeadInfo) -> Int64s:
-    """Checks a pooling request against the head that answers it.
+def check_pooling(
+    request: PoolingRequest, bounds: RequestLimits, task: PoolingTask, *, whole_rows: bool = False
+) -> Int64s:
+    """Checks a pooling request against the head that answers it: its task, and whether it reads whole rows.
 
     Returns:
         i64 [N], the number of tokens of each row without the prefix.
@@ -109,12 +111,12 @@ def check_pooling(request: PoolingRequest, bounds: RequestLimits, head: HeadInfo
         EngineError: names the field.
     """
     _check_common(request, PoolingRequest)
-    if request.task is not head.task:
-        raise _invalid("task", str(request.task)[:MAX_TEXT], f"{head.task}, since the model has a {head.kind} head")
+    if request.task is not task:
+        raise _invalid("task", str(request.task)[:MAX_TEXT], f"{task}, which the model's head serves")
     lengths = _check_rows(request, bounds, may_be_empty=False)
-    if head.whole_rows and len(request.prefix):
+    if whole_rows and len(request.prefix):
         raise _invalid("prefix", f"{len(request.prefix)} tokens", "empty: this head reads each row as a whole")
-    _check_positions(request, lengths, several=head.kind is HeadKind.TOKEN)
+    _check_positions(request, lengths, several=task is PoolingTask.TOKEN_CLASSIFY)
     segments = _array("segments", request.segments)
     if len(segments) and (len(segments) != len(lengths) or segments.min() < 0 or (segments > lengths).any()):
         raise _invalid("segments", f"{len(segments)} lengths", "empty, or for each row a number of its own tokens")

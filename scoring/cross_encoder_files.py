@@ -71,6 +71,15 @@ def read_cross_encoder(folder: Path) -> CrossEncoderFiles | None:
     )
 
 
+def declared_activation(folder: Path) -> ScoreActivation | None:
+    """Returns the activation that config.json names, as it does for cross-encoders that have no `modules.json`.
+
+    Raises:
+        UnknownLayout: It is not known.
+    """
+    return _activation({}, _object(folder / "config.json"))
+
+
 def _modules(folder: Path) -> list[tuple[str, str]]:
     """Returns the class name and the folder of each module, in the order of the chain."""
     found = _read(folder / "modules.json")

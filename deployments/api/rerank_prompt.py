@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 from deployments.config.settings import ApiSettings
 from engine.tokenizer.tokenizer import Tokenizer
-from scoring.cross_encoder_files import CrossEncoderFiles, ScoreActivation, UnknownLayout, read_cross_encoder
+from scoring.cross_encoder_files import (
+    CrossEncoderFiles,
+    ScoreActivation,
+    UnknownLayout,
+    declared_activation,
+    read_cross_encoder,
+)
 from scoring.pair_template import PairRenderer, Unwritable, matching_preset, pair_spec
 from scoring.rerank import MAX_LABELS, rerank_template
 from scoring.templates import PRESETS, Template, TemplateRefused, TemplateSpec
@@ -40,7 +46,7 @@ class RerankPrompt(NamedTuple):
 
     template: Template | None
     source: str | None  # `configuration`, `repository` or `preset:NAME`; None without a template
-    activation: ScoreActivation = "sigmoid"
+    activation: ScoreActivation | None = "sigmoid"  # None: the repository names one that is not known
     problem: str | None = None  # why there is no template, or none for a language-model head
 
 
@@ -56,8 +62,11 @@ def choose_rerank_prompt(templates: dict[str, Template], tokenizer: Tokenizer, s
         TemplateRefused: `rerank.template` or `rerank.activation` cannot be used.
     """
     given, files, problem = settings.rerank, None, None
+    own: ScoreActivation | None = None
     try:
-        files = None if settings.model_folder is None else read_cross_encoder(settings.model_folder)
+        folder = settings.model_folder
+        files = None if folder is None else read_cross_encoder(folder)
+        own = files.activation if files else declared_activation(folder) if folder is not None else None
     except UnknownLayout as unknown:
         problem = str(unknown).rstrip(".")
     named = given.template or settings.rerank_preset
@@ -70,14 +79,15 @@ def choose_rerank_prompt(templates: dict[str, Template], tokenizer: Tokenizer, s
             Template(named, PRESETS[named], tokenizer)  # says why it does not suit the tokenizer
         source = CONFIGURATION if given.template else f"preset:{named}"
         chosen = rerank_template(templates, named)
-        return _checked(RerankPrompt(chosen, source, _activation(given.activation, files, chosen)))
+        return _checked(RerankPrompt(chosen, source, given.activation or own or chosen.activation or "sigmoid"))
     if problem is not None:
-        return RerankPrompt(None, None, "sigmoid", problem)
+        return RerankPrompt(None, None, given.activation, problem)
     try:
         found = _from_repository(templates, tokenizer, files)
     except Unwritable as refused:
-        return RerankPrompt(None, None, "sigmoid", str(refused).rstrip("."))
-    return _checked(found._replace(activation=_activation(given.activation, files, found.template)))
+        return RerankPrompt(None, None, given.activation or own or "sigmoid", str(refused).rstrip("."))
+    published = found.template.activation if found.template else None
+    return _checked(found._replace(activation=given.activation or own or published or "sigmoid"))
 
 
 def remedy(
@@ -150,12 +160,6 @@ def _suits(spec: TemplateSpec, tokenizer: TokenizerProtocol) -> bool:
     except TemplateRefused:
         return False
     return True
-
-
-def _activation(
-    chosen: ScoreActivation | None, files: CrossEncoderFiles | None, template: Template | None
-) -> ScoreActivation:
-    return chosen or (files.activation if files else None) or (template.activation if template else None) or "sigmoid"
 
 
 def _from_repository(

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
-from engine.model.architectures import NO_TENSOR, architectures_of, find_kind
+from engine.model.architectures import NO_TENSOR, ArchitectureKind, architectures_of, find_kind
 from engine.model.compatibility import UnsupportedModel
 from engine.model.heads.info import HeadKind
 
@@ -264,7 +264,7 @@ def compare(headers: Mapping[str, TensorHeader], config: Any) -> CheckpointAudit
     missing = [name for name in missing if not optional.search(name)]
     missing += [name for name in kind.required if name not in headers]
     unexpected = _truly_unexpected(info.unexpected_keys, model, kind.head_tensors)
-    faults = [*_faults(missing, unexpected, info), *clashes]
+    faults = [*_faults(missing, unexpected, info), *_head_faults(kind, headers, config), *clashes]
     if faults:
         raise BadCheckpoint(
             f"`{_class_name(config)}` in {_folder(headers)}: {'; '.join(faults)}. The files are incomplete, or "
@@ -339,6 +339,16 @@ def _faults(missing: list[str], unexpected: list[str], info: Any) -> Iterator[st
         yield f"{name}{more} has shape {list(held)} in the files and {list(wanted)} by config.json"
     if info.conversion_errors:
         yield f"{_named(sorted(info.conversion_errors))} cannot be put together from the tensors of the files"
+
+
+def _head_faults(kind: ArchitectureKind, headers: Mapping[str, TensorHeader], config: Any) -> Iterator[str]:
+    """Finds tensors of a head of two layers that do not fit: the last one says how many numbers it gives."""
+    if not kind.required or not all(name in headers for name in kind.required):
+        return
+    hidden, width = int(config.hidden_size), headers[kind.required[-1]].shape[0]
+    for name, shape in zip(kind.required, ((hidden, hidden), (hidden,), (width, hidden), (width,)), strict=True):
+        if headers[name].shape != shape:
+            yield f"{name} has shape {list(headers[name].shape)} in the files and must have {list(shape)}"
 
 
 def _clashes(headers: Mapping[str, TensorHeader], model: Any) -> list[str]:

@@ -90,8 +90,14 @@ class ScriptedBackend:
         self.pooling_tasks.append(task)
         await self._wait()
         assert self.head is not None
-        rows = _rows(task)
-        values = np.array([[label_logprob(row, label) for label in range(self.head.width)] for row in rows], np.float32)
+        rows = answered = _rows(task)
+        if len(task.positions):  # each answer is that of the row up to its token
+            owners = np.searchsorted(task.starts, task.positions, "right") - 1
+            ends = len(task.prefix) + task.positions - task.starts[owners] + 1
+            answered = [rows[owner][:end] for owner, end in zip(owners, ends, strict=True)]
+        values = np.array(
+            [[label_logprob(row, label) for label in range(self.head.width)] for row in answered], np.float32
+        )
         status = np.array([i in self.nonfinite for i in range(len(rows))], np.uint8)
         cached = np.full(len(rows), len(task.prefix), np.int32)
         cached[0] = 0

@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 from tests.engine.model.encoder.conftest import ENCODERS
 from tests.support.head_models import config_of, perturbed, save_tokenizer
-from tests.support.model_folders import write_json
+from tests.support.model_folders import edit_config, write_json
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,?!-"
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
@@ -105,6 +105,40 @@ async def test_a_control_token_in_a_text_ends_no_segment(replica_client: Callabl
     texts = ["[SEP]", "(SEP)"]  # the brackets are unknown to the vocabulary
     scores = (await client.post("/score", {"text_1": "a", "text_2": texts})).json()["data"]
     assert scores[0]["score"] == pytest.approx(scores[1]["score"], abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "applied"),
+    [
+        ("torch.nn.modules.linear.Identity", "none"),
+        ("torch.nn.modules.activation.Sigmoid", "sigmoid"),
+        (None, "sigmoid"),
+    ],
+)
+async def test_the_activation_is_the_one_that_the_config_names(
+    replica_client: Callable[..., Any], tmp_path: Path, name: str | None, applied: str
+) -> None:
+    folder = tmp_path / "bert"
+    save_encoder(folder, "bert", AutoModelForSequenceClassification, num_labels=1)
+    if name is not None:
+        edit_config(folder, sentence_transformers={"activation_fn": f"torch.nn.modules.{name}"})
+    client = await replica_client(model={"path": str(folder), "device": "cpu"}, **ENGINE)
+    body = {"query": QUERY, "texts": TEXTS[:1]}
+    raw, found = [
+        (await client.post("/rerank", body | {"raw_scores": raw})).json()[0]["score"] for raw in (True, False)
+    ]
+    assert found == pytest.approx(raw if applied == "none" else 1 / (1 + np.exp(-raw)), abs=1e-7)
+
+
+async def test_an_activation_that_is_not_known_ranks_nothing(
+    replica_client: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "bert"
+    save_encoder(folder, "bert", AutoModelForSequenceClassification, num_labels=1)
+    edit_config(folder, sentence_transformers={"activation_fn": "torch.nn.modules.activation.Tanh"})
+    client = await replica_client(model={"path": str(folder), "device": "cpu"}, **ENGINE)
+    found = await client.post("/rerank", {"query": QUERY, "texts": TEXTS[:1]})
+    assert (found.status_code, "activation.Tanh" in found.text, "rerank.activation" in found.text) == (404, True, True)
 
 
 async def test_classes_of_an_encoder_are_the_librarys(replica_client: Callable[..., Any], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import (
     BertConfig,
     Gemma2Config,
     LlamaConfig,
+    MPNetConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -170,18 +171,46 @@ def _encoder(folder: Path, auto: Any) -> Path:
     return save(folder, BertConfig(**SIZES), auto)
 
 
+def _pooled_by(folder: Path, mode: str) -> Path:
+    sentence_modules(folder, "Transformer", "Pooling")
+    (folder / "1").mkdir()
+    chain = json.loads((folder / "modules.json").read_text())
+    chain[1]["path"] = "1"
+    write_json(folder, "modules.json", chain)
+    write_json(folder / "1", "config.json", {f"pooling_mode_{mode}": True})
+    return folder
+
+
+def process_reward(folder: Path, *, labels: int = 2) -> Path:
+    """Saves a tiny Qwen2 body beside a head of two layers, as Qwen's process-reward models are published."""
+    save(folder, Qwen2Config(**GROUPED, num_labels=labels), AutoModel)
+    shapes = {"0.weight": (32, 32), "0.bias": (32,), "2.weight": (labels, 32), "2.bias": (labels,)}
+    head = {f"score.{name}": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
+    edit_weights(folder, lambda tensors: {f"model.{key}": value for key, value in tensors.items()} | head)
+    return edit_config(
+        folder,
+        architectures=["Qwen2ForProcessRewardModel"],
+        auto_map={"AutoModel": "modeling_qwen2_rm.Qwen2ForProcessRewardModel"},
+    )
+
+
 SEQUENCE, TOKEN = AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+# Models that are served with another head than a language model's.
+OTHER_SERVED: dict[str, Make] = {
+    "qwen2_token": lambda at: save(at, Qwen2Config(**GROUPED, num_labels=2), TOKEN),
+    "process_reward": process_reward,
+    "qwen3_embedding": lambda at: _pooled_by(save(at, qwen3()), "lasttoken"),
+    "bert_cross_encoder": lambda at: _encoder(at, SEQUENCE),
+    "bert_tokens": lambda at: _encoder(at, TOKEN),
+    "masked_bert_as_an_embedding": lambda at: _pooled_by(_encoder(at, AutoModelForMaskedLM), "cls_token"),
+}
 
 # Models whose own head this build does not serve: (how to make it, a part of the message, the architecture it names).
 OTHER_HEADS: dict[str, tuple[Make, str, str]] = {
-    "qwen2_token": (
-        lambda at: save(at, Qwen2Config(**GROUPED, num_labels=2), TOKEN),
-        "process-reward model",
-        "Qwen2ForTokenClassification",
-    ),
-    "process_reward": (
+    "process_reward_of_another_type": (
         lambda at: edit_config(
-            save(at, Qwen2Config(**GROUPED), AutoModel),
+            save(at, qwen3(), AutoModel),
             architectures=["Qwen2ForProcessRewardModel"],
             auto_map={"AutoModel": "modeling_qwen2_rm.Qwen2ForProcessRewardModel"},
         ),
@@ -198,16 +227,26 @@ OTHER_HEADS: dict[str, tuple[Make, str, str]] = {
         "JinaForRanking",
     ),
     "bare_qwen3": (lambda at: save(at, qwen3(), AutoModel), "embedding model", "Qwen3Model"),
-    "qwen3_embedding": (
-        lambda at: sentence_modules(save(at, qwen3()), "Transformer", "Pooling", "Normalize"),
-        "Pooling, Normalize",
+    "sparse_embedding": (
+        lambda at: sentence_modules(save(at, qwen3()), "MLMTransformer", "SpladePooling"),
+        "SpladePooling",
         "Qwen3ForCausalLM",
     ),
+    "unknown_module_of_an_embedding": (
+        lambda at: sentence_modules(save(at, qwen3(), AutoModel), "Transformer", "Pooling", "LSTM"),
+        "Given: Transformer, Pooling, LSTM",
+        "Qwen3Model",
+    ),
+    "unknown_pooling": (
+        lambda at: _pooled_by(save(at, qwen3(), AutoModel), "max_tokens"),
+        "Given: max",
+        "Qwen3Model",
+    ),
     "bert_masked": (lambda at: _encoder(at, AutoModelForMaskedLM), "encoder", "BertForMaskedLM"),
-    "bert_cross_encoder": (
-        lambda at: _encoder(at, SEQUENCE),
-        "encoder",
-        "BertForSequenceClassification",
+    "other_encoder": (
+        lambda at: save(at, MPNetConfig(**{**SIZES, "intermediate_size": 48}), SEQUENCE),
+        "of the encoders only bert",
+        "MPNetForSequenceClassification",
     ),
     "adapter_beside": (_adapter_beside, "adapter_config.json", "LlamaForCausalLM"),
     "class_of_another_type": (

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from deployments.api.endpoints.pooling_common import (
     PooledRows,
+    check_dimensions,
     encoded_vector,
     input_spec,
     pool_items,
@@ -37,6 +38,7 @@ async def embeddings(handler: RequestHandler, context: RequestContext) -> Respon
     if body.normalize is not None and normalise not in (None, body.normalize):
         raise invalid("normalize", "absent beside another `use_activation`", "both")
     normalise = normalise if body.normalize is None else body.normalize
+    check_dimensions(head, embedding, body.dimensions)
     field, items = await read_inputs(handler, context, body, prompt_text(embedding, body.prompt_name))
     request_id, spec = new_id("embd-"), input_spec(body, field)
     found = await pool_items(
@@ -69,6 +71,7 @@ async def embed(handler: RequestHandler, context: RequestContext) -> Response:
     body = await handler.parse(context, EmbedRequest)
     card, head = await handler.pooling_head(body.model, context.route, (HeadKind.POOLED,))
     embedding = embedding_of(head)
+    check_dimensions(head, embedding, body.dimensions)
     items = with_prompt(body.inputs, prompt_text(embedding, body.prompt_name))
     spec = text_spec("inputs", cut=bool(body.truncate), cut_field="truncate", side=body.truncation_direction or "right")
     found = await pool_items(

@@ -81,6 +81,12 @@ def _check_head(handler: RequestHandler, head: HeadInfo) -> None:
         )
     if head.kind is HeadKind.SEQUENCE:
         _check_width(handler, head)
+        if handler.rerank.activation is None:
+            raise ApiError(
+                "not_found",
+                f"This server ranks no documents: {handler.rerank.problem}, and `rerank.activation` does not say what "
+                "applies to the head's number.",
+            )
 
 
 def _check_width(handler: RequestHandler, head: HeadInfo) -> None:
@@ -98,7 +104,7 @@ def pair_source(card: ModelCard, prompt: RerankPrompt) -> str | None:
     if head is not None and head.kind is HeadKind.TOKEN:
         return None
     if head is not None and (head.encoder or head.kind is HeadKind.POOLED):
-        ranks = head.kind is HeadKind.POOLED or (head.width == 1 and prompt.activation != "softmax")
+        ranks = head.kind is HeadKind.POOLED or (head.width == 1 and prompt.activation in ("none", "sigmoid"))
         return "tokenizer" if ranks and prompt.source != CONFIGURATION else None
     if prompt.template is None:
         return None

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from deployments.api.endpoints.pooling_common import (
     PooledRows,
     activation_of,
+    check_dimensions,
     encoded_vector,
     input_spec,
     pool_items,
@@ -40,7 +41,10 @@ async def pooling(handler: RequestHandler, context: RequestContext) -> Response:
     body = await handler.parse(context, PoolingBody)
     card, head = await handler.pooling_head(body.model, context.route, KINDS)
     _check_fields(body, head)
-    prompt = "" if head.embedding is None else prompt_text(head.embedding, body.prompt_name)
+    prompt = ""
+    if head.embedding is not None:
+        prompt = prompt_text(head.embedding, body.prompt_name)
+        check_dimensions(head, head.embedding, body.dimensions)
     step_tag = _step_tag(handler, body, head)
     field, items = await read_inputs(handler, context, body, prompt)
     request_id, spec = new_id("pool-"), input_spec(body, field)

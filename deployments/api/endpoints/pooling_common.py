@@ -163,23 +163,23 @@ def wants_activation(body: PoolingInput | ScoreBody) -> bool | None:
     return second if first is None else first
 
 
+def check_dimensions(head: HeadInfo, embedding: EmbeddingInfo, dimensions: int | None) -> None:
+    """Raises ApiError if the model was not trained for vectors of this length."""
+    if dimensions not in (None, head.width, *embedding.dimensions):
+        given = ", ".join(map(str, embedding.dimensions[:8])) + ", ..." * (len(embedding.dimensions) > 8)
+        whole = f"{head.width} or one of {given}" if embedding.dimensions else f"{head.width}, the model's own length"
+        raise invalid("dimensions", whole, str(dimensions))
+
+
 def vectors(embedding: EmbeddingInfo, values: Float32s, dimensions: int | None, normalise: bool | None) -> Float32s:
     """Returns the vectors of an answer, f32 [N, D].
 
     Args:
         embedding: Describes the vectors.
         values: The head's numbers, [N, H].
-        dimensions: The request's `dimensions`.
+        dimensions: The request's `dimensions`, which passed `check_dimensions`.
         normalise: Whether they have length 1; None: as the model's own vectors are.
-
-    Raises:
-        ApiError: The model was not trained for vectors of this length.
     """
-    width = values.shape[1]
-    if dimensions not in (None, width, *embedding.dimensions):
-        given = ", ".join(map(str, embedding.dimensions[:8])) + ", ..." * (len(embedding.dimensions) > 8)
-        allowed = f"{width} or one of {given}" if embedding.dimensions else f"{width}: the model has no shorter vectors"
-        raise invalid("dimensions", allowed, str(dimensions))
     return cut_vectors(values, dimensions, normalise=embedding.normalised if normalise is None else normalise)
 
 

@@ -120,10 +120,8 @@ async def test_any_failed_item_fails_the_request(client: Any, backend: Any) -> N
         ({"query_embed_overrides": []}, 400, "unsupported_parameter", "query_embed_overrides"),
         ({"item_embed_overrides": [[]]}, 400, "unsupported_parameter", "item_embed_overrides"),
         ({"return_pooled_hidden_states": True}, 400, "unsupported_parameter", "return_pooled_hidden_states"),
-        ({"text_1": "a", "text_2": "b"}, 422, "invalid_value", "text_1"),
-        ({"data_1": "a"}, 422, "invalid_value", "data_1"),
-        ({"queries": "a"}, 422, "invalid_value", "queries"),
-        ({"documents": ["a"]}, 422, "invalid_value", "documents"),
+        ({"text_1": "a", "text_2": "b"}, 422, "invalid_value", "query"),
+        ({"instruction": "a"}, 422, "invalid_value", "instruction"),
     ],
 )
 async def test_every_bad_field_is_named(
@@ -137,9 +135,9 @@ async def test_neutral_values_of_refused_fields_are_accepted(client: Any) -> Non
     await score(client, return_pooled_hidden_states=False, embed_override_token_id=None, text_1=None)
 
 
-async def test_bodies_of_pooling_servers_are_pointed_to_the_right_route(client: Any) -> None:
-    found = await client.post("/v1/score", {"model": "m", "text_1": "a", "text_2": ["b"]})
-    assert found.status_code == 422 and "/rerank" in found.json()["error"]["message"]
+async def test_pairs_without_a_prompt_say_what_to_configure(client: Any) -> None:
+    found = await client.post("/v1/score", {"text_1": "a", "text_2": ["b"]})
+    assert found.status_code == 404 and "rerank: {template:" in found.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("wire", "given"), [({"max_rows": 2}, 3), ({"max_answer_cells": 5}, 6)])

@@ -114,8 +114,8 @@ async def test_the_schema_declares_bodies_answers_and_errors_of_every_route(clie
         "/tokenizer_info", "/tokenize", "/detokenize", "/generative_scoring", "/v1/completions",
         "/v1/decisions",
         "/v1/chat/completions",
-        "/classify", "/v1/classify",
-        "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+        "/classify", "/v1/classify", "/pooling", "/v1/embeddings", "/embed", "/predict",
+        "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
     }  # fmt: skip
     defined = set(schema["components"]["schemas"])
     for path, methods in paths.items():

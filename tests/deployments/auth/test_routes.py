@@ -17,7 +17,10 @@ from deployments.observability.ingress_metrics import IngressMetrics
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "get", "X\u00e9")
 REFUSED = {400, 401, 403, 404, 405}
 # Routes that need a template or a head, and answer 404 without one.
-NEED_MORE = ("/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/v1/classify")
+NEED_MORE = (
+    *("/rerank", "/v1/rerank", "/v2/rerank"),
+    *("/classify", "/v1/classify", "/pooling", "/v1/embeddings", "/embed", "/predict"),
+)
 MEGABYTE = 1 << 20
 
 
@@ -168,7 +171,7 @@ async def test_no_web_socket_is_opened(keyed: Any) -> None:
 
 # Scopes.
 
-SCORING = {"/generative_scoring", "/v1/score", "/v1/decisions", *NEED_MORE}
+SCORING = {"/generative_scoring", "/score", "/v1/score", "/v1/decisions", *NEED_MORE}
 GENERATION = {"/v1/completions", "/v1/chat/completions"}
 
 

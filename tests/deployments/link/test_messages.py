@@ -50,7 +50,15 @@ SCORE = ScoreRequest(request_id="s", tenant="t", prefix=ints(), ids=ints(1, 2, 3
 LIKELIHOOD = LikelihoodRequest(
     request_id="l", prefix=ints(4), ids=ints(1, 2), starts=ints(0, 2), shared=ints(0), wanted=ints(1), chosen=ints(5)
 )
-POOLING = PoolingRequest(request_id="p", prefix=ints(4), ids=ints(1, 2), starts=ints(0, 2), task=PoolingTask.CLASSIFY)
+POOLING = PoolingRequest(
+    request_id="p",
+    prefix=ints(4),
+    ids=ints(1, 2),
+    starts=ints(0, 2),
+    task=PoolingTask.TOKEN_CLASSIFY,
+    positions=ints(0, 1),
+    segments=ints(1),
+)
 PARAMS = SamplingParams(
     max_tokens=9, logit_bias=((3, -1.5),), bad_words_ids=((1, 2), (3,)), stop_token_ids=(4,), logprobs=2, seed=-1
 )
@@ -77,7 +85,7 @@ SCORES = PromptScores(
 RESULT = ScoreResult(
     np.array([[-1, np.nan]], np.float32), np.zeros(1, np.uint8), ints(2), 0.5, 0.25, Load(3, 0.5, 9), 0.125
 )
-POOLED = PoolingResult(np.array([[1.5, -2]], np.float32), np.zeros(1, np.uint8), ints(0), 0.0, 0.5)
+POOLED = PoolingResult(np.array([[1.5, -2], [0.5, 3]], np.float32), np.zeros(1, np.uint8), ints(0), 0.0, 0.5)
 REPLY = LikelihoodReply(
     np.zeros(2, np.float32), np.array([True, False]), np.ones(1, np.uint8), ints(0), 0.0, 0.0, Load(0, 0.0)
 )

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from deployments.cli.check import model as check_model
 from deployments.config.app_args import AppArgs
-from engine.config import ModelConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.model import checkpoint
 from engine.model.checkpoint import ModelNotFound, read_config, read_model
 from engine.model.checkpoint_audit import (
@@ -27,6 +27,7 @@ from engine.model.checkpoint_audit import (
     read_headers,
 )
 from engine.model.compatibility import UnsupportedModel
+from engine.model.loader import load_model
 from tests.engine.model.conftest import CONFIGS
 from tests.support import head_models
 from tests.support import model_folders as folders
@@ -55,6 +56,19 @@ def test_a_model_with_another_head_is_refused_by_name(name: str, tmp_path: Path)
         load(folder)
     assert words in str(refused.value) and architecture in refused.value.architecture
     assert checked(folder) == [str(refused.value)]
+
+
+@pytest.mark.parametrize("name", folders.OTHER_SERVED)
+def test_a_model_with_another_head_is_served_with_it(name: str, tmp_path: Path) -> None:
+    folder = folders.OTHER_SERVED[name](tmp_path / name)
+    assert checked(folder) == []
+    model = load_model(ModelConfig(path=folder, device="cpu"), EngineConfig(kv_slots=100, token_budget=64))
+    assert model.pooling_head is not None
+    config = read_config(folder, None)
+    for what, headers in mutants(read_headers(folder)):
+        if not any(part in what for part in ("pooler", "cls.", "deleted lm_head")):
+            with pytest.raises(BadCheckpoint):
+                pytest.fail(f"{what}: taken as {compare(headers, config)}")
 
 
 @pytest.mark.parametrize("name", folders.DAMAGED)

@@ -70,6 +70,24 @@ def test_what_was_cut_comes_together() -> None:
     assert gather(blank_pooling(request, 3), blocks, other).values.tobytes() != whole.values.tobytes()
 
 
+def test_answers_of_tokens_and_segments_are_cut_with_their_rows() -> None:
+    request = large()
+    marked = np.flatnonzero(request.ids % 3 == 0)
+    positions = np.union1d(marked, request.starts[1:] - 1).astype(np.int32)
+    segments = np.arange(ROWS, dtype=np.int32) % 5
+    request = large(task=PoolingTask.TOKEN_CLASSIFY, positions=positions, segments=segments)
+    blocks = cut(request, 4)
+    assert np.concatenate([block.request.segments for block in blocks]).tolist() == segments.tolist()
+    replies = []
+    for block in blocks:
+        own = block.request
+        values = own.ids[own.positions].astype(np.float32)[:, None]
+        replies.append(blank_pooling(own, 1)._replace(values=values))
+    whole = gather(blank_pooling(request, 1), blocks, replies)
+    assert whole.values[:, 0].tolist() == request.ids[positions].tolist()
+    assert len(whole.status) == ROWS
+
+
 def test_quarantined_requests_are_told_apart() -> None:
     marks = {fingerprint(large()), fingerprint(large(prefix=np.arange(3, dtype=np.int32)))}
     assert len(marks) == 2

@@ -1,0 +1,232 @@
+"""/pooling, /v1/embeddings, /embed, /predict and pairs on /score over a scripted backend."""
+
+import base64
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deployments.api.schemas.embeddings import EmbeddingsResponse
+from deployments.api.schemas.pooling import PoolingResponse
+from deployments.api.schemas.score import ScoreResponse
+from deployments.config.sections import RerankArgs
+from deployments.config.settings import ApiSettings, ChatSettings
+from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
+from scoring.templates import TemplateSpec
+
+BOS, EOS = 256, 257
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+REWARD = HeadInfo(HeadKind.SEQUENCE, 1, ("reward",))
+CROSS = REWARD._replace(encoder=True, whole_rows=True)
+STEPS = HeadInfo(HeadKind.TOKEN, 2, ("bad", "good"))
+PROMPTS = EmbeddingInfo(dimensions=(2,), prompts=(("query", "find: "),))
+VECTORS = HeadInfo(HeadKind.POOLED, 4, (), embedding=PROMPTS, whole_rows=True)
+THREE = STEPS._replace(width=3, labels=("bad", "so-so", "good"))
+TAG = ord("#")
+BOTH = {"input": "a", "normalize": True, "use_activation": False}
+ITEMS = {"query": "a", "items": ["b"], "label_token_ids": [1]}
+
+
+@pytest.fixture
+def settings() -> ApiSettings:
+    return ApiSettings(chat=ChatSettings(template=TEMPLATE))
+
+
+def numbers(label_logprob: Any, ids: list[int], width: int) -> list[float]:
+    return [label_logprob(bytes(token % 251 for token in ids), label) for label in range(width)]
+
+
+def text_ids(text: str) -> list[int]:
+    return [BOS, *text.encode()]
+
+
+def pair_ids(first: str, second: str) -> list[int]:
+    return [BOS, *first.encode(), EOS, *second.encode(), EOS]
+
+
+def sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+async def ask(client: Any, path: str, /, **body: Any) -> Any:
+    response = await client.post(path, body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def refusal(client: Any, path: str, /, **body: Any) -> tuple[int, str, str | None]:
+    found = await client.post(path, body)
+    error = found.json()["error"]
+    return found.status_code, error["code"], error["param"]
+
+
+async def test_each_step_has_the_share_of_its_second_label(client: Any, backend: Any, label_logprob: Any) -> None:
+    backend.head = STEPS
+    text = "one#two#"
+    ends = [index + 1 for index, char in enumerate(text) if char == "#"]
+    wanted = []
+    for end in ends:
+        bad, good = numbers(label_logprob, text_ids(text[:end]), 2)
+        wanted.append(sigmoid(good - bad))
+    for how, score in (("min", min(wanted)), ("last", wanted[-1]), ("product", math.prod(wanted))):
+        found = await ask(client, "/pooling", input=[text, "#"], step_tag_id=TAG, steps=True, aggregate=how)
+        PoolingResponse.model_validate(found)
+        assert found["data"][0]["data"] == pytest.approx(wanted, abs=1e-6)
+        assert found["data"][0]["score"] == pytest.approx(score, abs=1e-6)
+        assert len(found["data"][1]["data"]) == 1
+    plain = await ask(client, "/pooling", input=text, step_tag_id=TAG)
+    assert [pair[1] for pair in plain["data"][0]["data"]] == pytest.approx(wanted, abs=1e-6)
+    every = await ask(client, "/pooling", input=text, use_activation=False, task="token_classify")
+    assert len(every["data"][0]["data"]) == len(text) + 1
+    assert every["data"][0]["data"][-1] == pytest.approx(numbers(label_logprob, text_ids(text), 2), abs=1e-6)
+    assert every["usage"]["prompt_tokens"] == len(text) + 1
+
+
+async def test_solutions_share_their_question_up_to_the_first_step(client: Any, backend: Any) -> None:
+    backend.head = STEPS
+    await ask(client, "/pooling", input=["ask: a#b#", "ask: a#c#"], step_tag_id=TAG, steps=True)
+    [task] = backend.pooling_tasks
+    assert task.prefix.tolist() == text_ids("ask: a")
+    assert task.ids[task.positions].tolist() == [TAG] * 4
+
+
+async def test_messages_are_scored_too(client: Any, backend: Any, label_logprob: Any) -> None:
+    backend.head = REWARD
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    found = await ask(client, "/pooling", messages=messages, task="classify")
+    raw = numbers(label_logprob, list(b"user: hi;assistant: yo;"), 1)[0]
+    assert found["data"][0]["data"] == pytest.approx([sigmoid(raw)], abs=1e-6)
+
+
+async def test_vectors_are_cut_and_normalised_as_the_request_says(
+    client: Any, backend: Any, label_logprob: Any
+) -> None:
+    backend.head = VECTORS
+    raw = np.array([numbers(label_logprob, text_ids(text), 4) for text in ("a", "bc")])
+    unit = raw / np.linalg.norm(raw, axis=1, keepdims=True)
+    found = await ask(client, "/v1/embeddings", input=["a", "bc"])
+    EmbeddingsResponse.model_validate(found)
+    assert np.abs(np.array([one["embedding"] for one in found["data"]]) - unit).max() < 1e-6
+    plain = await ask(client, "/v1/embeddings", input=["a", "bc"], normalize=False, encoding_format="base64")
+    decoded = [np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in plain["data"]]
+    assert np.abs(np.array(decoded) - raw).max() < 1e-6
+    short = await ask(client, "/pooling", input="a", dimensions=2)
+    assert short["data"][0]["data"] == pytest.approx(raw[0, :2] / np.linalg.norm(raw[0, :2]), abs=1e-6)
+    assert await ask(client, "/embed", inputs="a") == [pytest.approx(unit[0], abs=1e-6)]
+    await ask(client, "/embed", inputs=["a"], prompt_name="query")
+    assert backend.pooling_tasks[-1].ids.tolist() == text_ids("find: a")
+    assert not any(len(task.prefix) for task in backend.pooling_tasks)
+
+
+async def test_a_pair_is_one_row_with_two_segments(client: Any, backend: Any, label_logprob: Any) -> None:
+    backend.head = CROSS
+    body = {"text_1": "q", "text_2": ["one", "<eos>"]}
+    found = await ask(client, "/v1/score", **body)
+    ScoreResponse.model_validate(found)
+    raw = [numbers(label_logprob, pair_ids("q", text), 1)[0] for text in body["text_2"]]
+    assert [one["score"] for one in found["data"]] == pytest.approx([sigmoid(one) for one in raw], abs=1e-6)
+    [task] = backend.pooling_tasks
+    assert task.segments.tolist() == [3, 3]
+    assert task.ids.tolist() == pair_ids("q", "one") + pair_ids("q", "<eos>")  # no control token but the frame's
+    ranked = await ask(client, "/rerank", query="q", texts=body["text_2"], raw_scores=True)
+    assert {one["index"]: one["score"] for one in ranked} == pytest.approx(dict(enumerate(raw)), abs=1e-6)
+    predicted = await ask(client, "/predict", inputs=["q", "one"], raw_scores=True)
+    assert predicted == [{"score": pytest.approx(raw[0], abs=1e-6), "label": "reward"}]
+    facts = (await client.get("/v1/models")).json()["data"][0]["assay"]
+    assert facts["prompt_source"] == "tokenizer"
+
+
+@pytest.mark.parametrize("names", [("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents")])
+async def test_many_pairs_are_scored_side_by_side(
+    client: Any, backend: Any, label_logprob: Any, names: tuple[str, str]
+) -> None:
+    backend.head = CROSS
+    first, second = names
+    given = {first: ["q", "longer"], second: ["one", "two"], "use_activation": False}
+    found = await ask(client, "/score", **given)
+    pairs = zip(given[first], given[second], strict=True)
+    wanted = [numbers(label_logprob, pair_ids(*pair), 1)[0] for pair in pairs]
+    assert [one["score"] for one in found["data"]] == pytest.approx(wanted, abs=1e-6)
+
+
+async def test_the_longer_text_of_a_pair_is_cut_first(client: Any, backend: Any) -> None:
+    backend.head, backend.max_model_len = CROSS, 11  # 8 tokens of text
+    for first, second, kept in (
+        ("ab", "cdefghij", ("ab", "cdefgh")),
+        ("abcdefghij", "kl", ("abcdef", "kl")),
+        ("abcdefgh", "ijklmnop", ("abcd", "ijkl")),
+    ):
+        found = await ask(client, "/score", text_1=first, text_2=second)
+        assert backend.pooling_tasks[-1].ids.tolist() == pair_ids(*kept)
+        assert found["data"][0].get("truncated", False) is (kept[1] != second)
+
+
+async def test_vectors_score_pairs_by_their_cosine(client: Any, backend: Any, label_logprob: Any) -> None:
+    backend.head = VECTORS
+    query = np.array(numbers(label_logprob, text_ids("find: q"), 4))
+    texts = ["a", "bc", "q"]
+    raw = np.array([numbers(label_logprob, text_ids(text), 4) for text in texts])
+    wanted = raw @ query / np.linalg.norm(raw, axis=1) / np.linalg.norm(query)
+    found = await ask(client, "/score", queries="q", documents=texts)
+    assert [one["score"] for one in found["data"]] == pytest.approx(wanted, abs=1e-6)
+    ranked = await ask(client, "/v1/rerank", query="q", documents=texts)
+    assert [one["index"] for one in ranked["results"]] == np.argsort(-wanted).tolist()
+
+
+async def test_a_language_model_scores_pairs_by_its_prompt(client_of: Any, backend: Any, label_logprob: Any) -> None:
+    spec = TemplateSpec(prefix="{{ query }}|", suffix="?", labels=("y", "n"))
+    client = client_of(ApiSettings(templates={"ask": spec}, rerank=RerankArgs(template="ask")))
+    given = {"text_1": ["q", "r"], "text_2": ["one", "two"]}
+    found = await ask(client, "/v1/score", **given)
+    for text, query, one in zip(given["text_2"], given["text_1"], found["data"], strict=True):
+        row = f"{query}|{text}?".encode()
+        odds = label_logprob(row, ord("y")) - label_logprob(row, ord("n"))
+        assert one["score"] == pytest.approx(sigmoid(odds), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("head", "path", "body", "wanted"),
+    [
+        (REWARD, "/pooling", {"input": "a", "task": "embed"}, (422, "invalid_value", "task")),
+        (REWARD, "/pooling", {"input": "a", "dimensions": 2}, (422, "invalid_value", "dimensions")),
+        (REWARD, "/pooling", {"input": "a", "steps": True}, (422, "invalid_value", "steps")),
+        (STEPS, "/pooling", {"input": "a", "steps": True}, (422, "invalid_value", "step_tag_id")),
+        (STEPS, "/pooling", {"input": ["a#", "b"], "step_tag_id": TAG}, (422, "invalid_value", "input[1]")),
+        (STEPS, "/pooling", {"input": "a", "encoding_format": "base64"}, (422, "invalid_value", "encoding_format")),
+        (THREE, "/pooling", {"input": "#", "step_tag_id": TAG, "steps": True}, (422, "invalid_value", "steps")),
+        (VECTORS, "/pooling", {"input": "a", "aggregate": "min"}, (422, "invalid_value", "aggregate")),
+        (VECTORS, "/v1/embeddings", {"input": "a", "dimensions": 3}, (422, "invalid_value", "dimensions")),
+        (VECTORS, "/v1/embeddings", {"input": "a", "prompt_name": "x"}, (422, "invalid_value", "prompt_name")),
+        (VECTORS, "/v1/embeddings", BOTH, (422, "invalid_value", "normalize")),
+        (REWARD, "/v1/embeddings", {"input": "a"}, (404, "not_found", None)),
+        (VECTORS, "/classify", {"input": "a"}, (404, "not_found", None)),
+        (STEPS, "/predict", {"inputs": "a"}, (404, "not_found", None)),
+        (REWARD, "/predict", {"inputs": ["a", "b"]}, (422, "invalid_value", "inputs")),
+        (REWARD, "/predict", {"inputs": ["a", "b", "c"]}, (422, "invalid_value", "inputs")),
+        (STEPS, "/score", {"text_1": "a", "text_2": "b"}, (404, "not_found", None)),
+        (CROSS._replace(width=2), "/rerank", {"query": "a", "texts": ["b"]}, (404, "not_found", None)),
+        (CROSS, "/rerank", {"query": "a", "texts": ["b"], "instruction": "c"}, (422, "invalid_value", "instruction")),
+        (CROSS, "/score", {"text_1": "a"}, (422, "invalid_value", "text_2")),
+        (CROSS, "/score", {"text_2": "a"}, (422, "invalid_value", "text_1")),
+        (CROSS, "/score", {"text_1": ["a", "b"], "text_2": ["c"]}, (422, "invalid_value", "text_1")),
+        (CROSS, "/score", {"text_1": "a", "documents": ["c"]}, (422, "invalid_value", "documents")),
+        (CROSS, "/score", {"text_1": "a", "text_2": "b", "items": ["c"]}, (422, "invalid_value", "items")),
+        (None, "/pooling", {"input": "a"}, (404, "not_found", None)),
+        (None, "/score", ITEMS | {"activation": False}, (422, "invalid_value", "activation")),
+    ],
+)  # fmt: skip
+async def test_what_makes_no_sense_is_refused_by_name(
+    client: Any, backend: Any, head: HeadInfo | None, path: str, body: dict[str, Any], wanted: tuple[int, str, Any]
+) -> None:
+    backend.head = head
+    assert await refusal(client, path, **body) == wanted
+    assert not backend.pooling_tasks
+
+
+async def test_an_encoder_takes_no_template(client_of: Any, backend: Any) -> None:
+    spec = TemplateSpec(prefix="{{ query }}|", suffix="?")
+    client = client_of(ApiSettings(templates={"ask": spec}, rerank=RerankArgs(template="ask")))
+    backend.head = CROSS
+    found = await client.post("/rerank", {"query": "a", "texts": ["b"]})
+    assert (found.status_code, "Remove `rerank.template`" in found.text) == (404, True)
