@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
+from safetensors.torch import load_file
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoModel
 
-from tests.support.head_models import config_of, save, sequence_classifier
+from tests.support.head_models import VOCAB, config_of, save, save_tokenizer, sequence_classifier
+from tests.support.model_folders import process_reward
 
 TEXTS = ["A pine chair.", "", "日本語 🙂", "a longer text " * 20, "</s>"]
 
@@ -74,3 +77,37 @@ async def test_the_canary_covers_the_head(replica_backend: Callable[..., Any], r
     assert (await server.canary()).failure == "error"
     head.layers.weight.data = weight
     assert (await server.canary()).failure is None
+
+
+async def test_steps_are_those_of_the_cards_loop(replica_client: Callable[..., Any], tmp_path: Path) -> None:
+    """The card: the share of the second label at each `<extra_0>`."""
+    folder = process_reward(tmp_path / "model", vocab_size=VOCAB, max_position_embeddings=512)
+    save_tokenizer(folder)
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.add_special_tokens([AddedToken("<extra_0>")])
+    tokenizer.save(file)
+    client = await replica_client(model={"path": str(folder), "device": "cpu"}, **engine())
+    texts = ["2 + 3 * 4?\n3 * 4 is 12.<extra_0>2 + 12 is 15.<extra_0>", "<extra_0>", "日本" * 40 + "<extra_0>, end"]
+    tensors = load_file(folder / "model.safetensors")
+    body = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+    tag, wanted = tokenizer.token_to_id("<extra_0>"), []
+    for text in texts:
+        ids = torch.tensor([tokenizer.encode(text).ids])
+        with torch.no_grad():
+            hidden = body(input_ids=ids).last_hidden_state[0]
+        middle = (hidden @ tensors["score.0.weight"].T + tensors["score.0.bias"]).relu()
+        shares = (middle @ tensors["score.2.weight"].T + tensors["score.2.bias"]).softmax(-1)
+        wanted.append(shares[ids[0] == tag, 1].tolist())
+    assert [len(one) for one in wanted] == [2, 1, 1]
+    for _ in range(2):  # computed, then cached
+        found = (await client.post("/pooling", {"input": texts, "steps": True, "aggregate": "product"})).json()["data"]
+        for one, steps in zip(found, wanted, strict=True):
+            assert one["data"] == pytest.approx(steps, abs=1e-5)
+            assert one["score"] == pytest.approx(np.prod(steps), abs=1e-5)
+    pairs = (await client.post("/pooling", {"input": texts[0]})).json()["data"][0]["data"]
+    assert [pair[1] for pair in pairs] == pytest.approx(wanted[0], abs=1e-5)
+    refused = (await client.post("/pooling", {"input": "no step", "steps": True})).json()["error"]
+    assert (refused["param"], refused["code"]) == ("input[0]", "invalid_value")
+    facts = (await client.get("/v1/models")).json()["data"][0]["assay"]
+    assert (facts["head"]["kind"], facts["prompt_source"]) == ("token", None)

@@ -181,9 +181,9 @@ def _pooled_by(folder: Path, mode: str) -> Path:
     return folder
 
 
-def process_reward(folder: Path, *, labels: int = 2) -> Path:
+def process_reward(folder: Path, *, labels: int = 2, **changes: Any) -> Path:
     """Saves a tiny Qwen2 body beside a head of two layers, as Qwen's process-reward models are published."""
-    save(folder, Qwen2Config(**GROUPED, num_labels=labels), AutoModel)
+    save(folder, Qwen2Config(**{**GROUPED, "num_labels": labels, **changes}), AutoModel)
     shapes = {"0.weight": (32, 32), "0.bias": (32,), "2.weight": (labels, 32), "2.bias": (labels,)}
     head = {f"score.{name}": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
     edit_weights(folder, lambda tensors: {f"model.{key}": value for key, value in tensors.items()} | head)
