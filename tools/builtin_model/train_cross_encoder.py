@@ -15,6 +15,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -182,8 +183,8 @@ def train(
         steps += 1
         if steps % 250 == 1:
             with torch.no_grad():
-                scores = model(held_ids)[0].cpu().numpy()
-            auc = evaluate.area_under_curve(scores, held_relevant.cpu().numpy() > 0)
+                held = model(held_ids)[0].cpu().numpy()
+            auc = evaluate.area_under_curve(held, held_relevant.cpu().numpy() > 0)
             whole, words = loss.tolist()
             print(
                 f"{time.monotonic() - began:6.1f} s  step {steps}  pair {whole:.4f}  words {words:.4f}  AUC {auc:.4f}",
@@ -220,25 +221,33 @@ def held_out_pairs(count: int, seed: int = 0) -> list[tuple[str, str, bool]]:
 
 
 def measure(folder: Path, count: int = 2000) -> dict[str, object]:
-    """Returns the published numbers of the folder, in float32 on the CPU."""
+    """Returns the published numbers of the folder, in float32 on the CPU: of pairs, and of pairs as one text."""
+    pairs = held_out_pairs(count)
+    relevant = np.array([right for *_, right in pairs])
+    found = scores(folder, [(query, document) for query, document, _ in pairs])
+    joined = scores(folder, [f"{query}{SEP} {document}" for query, document, _ in pairs])
+    return {
+        "cross_encoder_relevance_auc": round(evaluate.area_under_curve(found, relevant), 5),
+        "cross_encoder_relevance_accuracy": round(float(((found > 0) == relevant).mean()), 5),
+        "cross_encoder_joined_accuracy": round(float(((joined > 0) == relevant).mean()), 5),
+        "cross_encoder_parameters": evaluate.count_parameters(BertForSequenceClassification.from_pretrained(folder)),
+    }
+
+
+def scores(folder: Path, inputs: Sequence[str | tuple[str, str]]) -> np.ndarray[Any, Any]:
+    """Returns the logit of each text or pair, f32 [N], as the folder's tokenizer writes it."""
     model = BertForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    pairs = held_out_pairs(count)
     tokenizer.enable_padding(pad_id=vocabulary.PAD_ID, pad_token=vocabulary.PAD)
-    scores: list[np.ndarray[Any, Any]] = []
-    for at in range(0, count, 100):
-        batch = tokenizer.encode_batch([(query, document) for query, document, _ in pairs[at : at + 100]])
+    found: list[np.ndarray[Any, Any]] = []
+    for at in range(0, len(inputs), 100):
+        batch = tokenizer.encode_batch(list(inputs[at : at + 100]))
         ids, types, seen = (
             torch.tensor([getattr(row, name) for row in batch]) for name in ("ids", "type_ids", "attention_mask")
         )
         with torch.inference_mode():
-            scores.append(model(input_ids=ids, token_type_ids=types, attention_mask=seen).logits[:, 0].numpy())
-    found, relevant = np.concatenate(scores), np.array([right for *_, right in pairs])
-    return {
-        "cross_encoder_relevance_auc": round(evaluate.area_under_curve(found, relevant), 5),
-        "cross_encoder_relevance_accuracy": round(float(((found > 0) == relevant).mean()), 5),
-        "cross_encoder_parameters": evaluate.count_parameters(model),
-    }
+            found.append(model(input_ids=ids, token_type_ids=types, attention_mask=seen).logits[:, 0].numpy())
+    return np.concatenate(found)
 
 
 def main() -> None:
