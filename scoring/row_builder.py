@@ -99,10 +99,19 @@ def unshared(rows: ScoringRows, keep: int = 0) -> ScoringRows:
     return rows._replace(prefix=rows.prefix[:keep], ids=ids.astype(np.int32), starts=starts.astype(np.int32))
 
 
-def joined(parts: Sequence[ScoringRows]) -> ScoringRows:
-    """Returns the rows of several requests of one item each as those of one request, which share nothing."""
+def joined(parts: Sequence[ScoringRows], field: str) -> ScoringRows:
+    """Returns the rows of several requests of one item each as those of one request, which share nothing.
+
+    Args:
+        parts: The requests' rows.
+        field: Name of the items, which errors repeat with the item's place.
+    """
     whole = [unshared(one) for one in parts]
-    errors = {index: error for index, one in enumerate(parts) for error in one.errors.values()}
+    errors = {
+        index: error._replace(message=error.message.replace(f"`{field}[0]`", f"`{field}[{index}]`"))
+        for index, one in enumerate(parts)
+        for error in one.errors.values()
+    }
     return ScoringRows(
         prefix=np.zeros(0, np.int32),
         ids=np.concatenate([one.ids for one in whole]),

@@ -20,7 +20,7 @@ class Encoded(NamedTuple):
     spans: list[tuple[int, int]]
 
 
-class PairFrame(NamedTuple):
+class PairControls(NamedTuple):
     """Holds the control tokens around two texts that a model reads as one row: `before`, first text, `between`, second
     text, `after`."""
 
@@ -53,7 +53,7 @@ class Tokenizer(ABC):
     eos_token_id: int | None
     special_texts: frozenset[str]  # control tokens that the vocabulary calls special
     marker_texts: frozenset[str]  # the other control tokens, such as `<think>`
-    pair_frame: PairFrame | None  # None: the tokenizer joins no two texts
+    pair_frame: PairControls | None  # None: the tokenizer joins no two texts
     _controls: ControlTokens
     _special: frozenset[int]  # ids that `skip_special_tokens` leaves out
 
@@ -139,7 +139,7 @@ class FastTokenizer(Tokenizer):
         self._special = frozenset(int(token) for token in loaded.all_special_ids) | frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self.pair_frame: PairFrame | None = _pair_frame(backend)
+        self.pair_frame: PairControls | None = _pair_frame(backend)
         self._bytes = _byte_alphabet(json.loads(data).get("decoder"))
         self._pieces: dict[int, tuple[str, bytes]] = {}
         self.bos_token_id: int | None = loaded.bos_token_id
@@ -209,7 +209,7 @@ class ByteTokenizer(Tokenizer):
     special_texts: frozenset[str] = frozenset(_SPECIAL.values())
     marker_texts: frozenset[str] = frozenset()
     _special = frozenset(_SPECIAL)
-    pair_frame: PairFrame | None = PairFrame([BOS], [EOS], [EOS], 1)
+    pair_frame: PairControls | None = PairControls([BOS], [EOS], [EOS], 1)
 
     def __init__(self) -> None:
         self._controls = ControlTokens({text: token for token, text in self._SPECIAL.items()})
@@ -280,7 +280,7 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:
     return FastTokenizer(BUILTIN_FOLDERS.get(str(path), Path(path)), revision)
 
 
-def _pair_frame(backend: Any) -> PairFrame | None:
+def _pair_frame(backend: Any) -> PairControls | None:
     """Finds the control tokens that the tokenizer's post-processor writes around a pair of texts."""
     found = backend.encode("a", "a", add_special_tokens=True)
     sides: list[int | None] = found.sequence_ids
@@ -295,7 +295,7 @@ def _pair_frame(backend: Any) -> PairFrame | None:
         return None
     own = sum(kind == found.type_ids[first] for kind in found.type_ids[end:second])
     split = len(between) if found.type_ids[first] == found.type_ids[second] else own
-    return PairFrame(found.ids[:first], between, found.ids[last + 1 :], split)
+    return PairControls(found.ids[:first], between, found.ids[last + 1 :], split)
 
 
 def _default_template(found: str | dict[str, str] | None) -> str | None:

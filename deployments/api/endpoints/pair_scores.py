@@ -38,7 +38,7 @@ COUNTS = (1, 2)  # labels that a language model's score may have: the logit of y
 
 
 class PairScores(NamedTuple):
-    """Holds the scores of N pairs, none of which has failed."""
+    """Holds the scores of N pairs that all succeeded."""
 
     raw: Float64s  # [N] log-odds, the head's number, or a cosine
     activated: Float64s  # [N] after the activation of the prompt; a cosine stays as it is
@@ -148,12 +148,13 @@ async def score_pairs(
             handler, context, card, head, queries, texts, spec_of(queries[0]), request_id, salt, priority
         )
     specs = [replace(spec_of(query), pairs=head is not None and head.encoder) for query in queries]
+    field = specs[0].names.items
     if len(queries) == 1:
         rows = await tokenize_rows(handler, context, queries[0], texts, specs[0], card)
     else:
         each = zip(queries, texts, specs, strict=True)
-        rows = joined([await tokenize_rows(handler, context, query, [text], spec, card) for query, text, spec in each])
-    field = specs[0].names.items
+        parts = [await tokenize_rows(handler, context, query, [text], spec, card) for query, text, spec in each]
+        rows = joined(parts, field)
     check_items(rows.errors, field)
     scores, raw = await _scored(handler, context, card, rows, specs[0], request_id, salt, priority)
     check_items(scores.errors, field)

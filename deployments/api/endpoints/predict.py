@@ -81,4 +81,4 @@ async def _rows(
 def _with_segments(parts: list[ScoringRows]) -> ScoringRows:
     """Joins rows of pairs and of single texts, whose tokens are all of the first segment."""
     ready = [one if len(one.segments) else one._replace(segments=np.array(one.lengths(), np.int32)) for one in parts]
-    return joined(ready)
+    return joined(ready, "inputs")

@@ -63,7 +63,7 @@ def texts_and_pairs(limit: str) -> Any:
 
 
 class EmbeddingsRequest(PoolingInput):
-    """Holds inputs of which vectors are wanted. `null` means absent."""
+    """Holds inputs whose vectors are wanted. `null` means absent."""
 
     dimensions: AtLeastOne | None = None
     encoding_format: EncodingFormat | None = None

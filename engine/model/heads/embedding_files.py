@@ -106,7 +106,7 @@ def dense_layers(files: EmbeddingFiles, name: str, width: int) -> list[nn.Module
     """Returns the layers behind the pooling, with the values that the files hold, in float32.
 
     Args:
-        files: What the folder says.
+        files: The description of the folder.
         name: The architecture, for errors.
         width: Numbers of a pooled row.
 

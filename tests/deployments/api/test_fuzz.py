@@ -27,7 +27,7 @@ from deployments.config.app_args import AppArgs
 from deployments.config.settings import ApiSettings, SamplingDefaults
 from deployments.errors import ApiError
 from deployments.replica.replica import ReplicaServer
-from engine.model.heads.info import HeadInfo, HeadKind
+from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
 from engine.testing import toy_model
 from engine.tokenizer.tokenizer import load_tokenizer
 
@@ -50,6 +50,8 @@ SMALL = {
     "max_json_depth": 12,
 }
 HEAD = HeadInfo(HeadKind.SEQUENCE, 3, ("bad", "so-so", "good"))
+EMBEDDING = EmbeddingInfo(dimensions=(2,), prompts=(("query", "find: "),))
+VECTORS = HeadInfo(HeadKind.POOLED, 4, (), whole_rows=True, embedding=EMBEDDING)
 MESSAGES = [{"role": "user", "content": "a"}]
 PARTS = [{"type": "input_text", "text": "a"}, {"type": "input_json", "data": {"a": [1, None]}}]
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
@@ -72,6 +74,7 @@ GOOD: dict[str, list[dict[str, Any]]] = {
     "/rerank": [DOCUMENTS, {"query": "q", "texts": ["a", "b"], "return_text": True}],
     "/v1/rerank": [DOCUMENTS | {"top_n": 1, "return_documents": True}],
     "/v2/rerank": [DOCUMENTS | {"rank_fields": ["title", "text"], "max_tokens_per_doc": 3, "raw_scores": True}],
+    "/score": [{"text_1": ["q", "r"], "text_2": ["a", "b"]}, {"queries": "q", "documents": "a", "activation": False}],
     "/v1/score": [
         {"query": "q", "items": "a", "label_token_ids": [1]},
         {"query": [1], "items": [[2]], "label_token_ids": [3, 4], "apply_softmax": True},
@@ -98,14 +101,20 @@ TO_A_HEAD: dict[str, list[dict[str, Any]]] = {
         {"input": [[1, 2], [3]], "use_activation": False, "truncate_prompt_tokens": -1},
         {"messages": MESSAGES, "add_generation_prompt": True},
     ]
-    for path in ("/classify", "/v1/classify")
+    for path in ("/classify", "/v1/classify", "/pooling")
 }
-GOOD |= TO_A_HEAD
+TO_A_HEAD["/predict"] = [{"inputs": [["a"], ["b"]], "raw_scores": True}, {"inputs": "a", "truncate": True}]
+TO_VECTORS: dict[str, list[dict[str, Any]]] = {
+    "/v1/embeddings": [{"input": ["a", "b"], "dimensions": 2}, {"input": [[1, 2]], "encoding_format": "base64"}],
+    "/embed": [{"inputs": "a", "normalize": False}, {"inputs": ["a", "b"], "truncate": True, "prompt_name": "query"}],
+}
+GOOD |= TO_A_HEAD | TO_VECTORS
 READ = ["/healthz", "/readyz", "/health", "/version", "/metrics", "/v1/models", "/v1/models/{model_id}"]
 READ.append("/tokenizer_info")
 RULES = positive_data_acceptance  # the document does not tell which fields go together
 PROBE = ("/generative_scoring", {"query": "a neighbour", "items": ["one", "two"], "label_token_ids": [65, 66, 67]})
 PROBE_OF_A_HEAD = ("/classify", {"input": ["one", "two"]})
+PROBE_OF_VECTORS = ("/v1/embeddings", {"input": ["one", "two"]})
 PATIENCE_S = 60  # a machine may be slower than the tool's own 10 s allow
 Examples = settings  # by another name, since a world has settings of its own
 FULL = 200  # bodies a route in the full tier
@@ -198,7 +207,7 @@ def world_of(
     tmp_path_factory: pytest.TempPathFactory,
     backend_of: Callable[[ReplicaServer], Any],
 ) -> Iterator[Callable[[str], World]]:
-    """`world_of(path)`: a world whose model answers the route, with a pooling head or with a language-model head."""
+    """`world_of(path)`: a world whose model answers the route, with a language-model head, classes or vectors."""
     file = tmp_path_factory.mktemp("fuzz") / "chat.jinja"
     file.write_text(CHAT)
     ranker = {"prefix": "{{ query }}", "item": "|{{ item }}", "suffix": "?", "labels": ["y", "n"]}
@@ -211,7 +220,7 @@ def world_of(
     args = AppArgs.model_validate(toy_args | own)
     examples = RUN if pytestconfig.getoption("--fast") else settings(RUN, max_examples=FULL)
     worlds, servers = [], []
-    for head, neighbour in ((None, PROBE), (HEAD, PROBE_OF_A_HEAD)):
+    for head, neighbour in ((None, PROBE), (HEAD, PROBE_OF_A_HEAD), (VECTORS, PROBE_OF_VECTORS)):
         server = ReplicaServer(args, "r1")
         model = toy_model.ToyModel(vocab_size=PLAIN_VOCABULARY, num_slots=8192)
         model.pooling_head = head
@@ -219,7 +228,7 @@ def world_of(
         api = args.api_settings(SamplingDefaults(), {})
         worlds.append(World(backend=backend_of(server), settings=api, neighbour=neighbour, examples=examples))
         servers.append(server)
-    yield lambda path: worlds[path in TO_A_HEAD]
+    yield lambda path: worlds[1 if path in TO_A_HEAD else 2 if path in TO_VECTORS else 0]
     for server in servers:
         stats = server.engine.stats()
         assert (stats.live_requests, stats.kv_slots_used, stats.queued_tokens, stats.tree_locks) == (0, 0, 0, 0)

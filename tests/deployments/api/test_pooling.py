@@ -162,6 +162,16 @@ async def test_the_longer_text_of_a_pair_is_cut_first(client: Any, backend: Any)
         assert found["data"][0].get("truncated", False) is (kept[1] != second)
 
 
+async def test_a_pair_that_is_too_long_is_named_by_its_place(client_of: Any, backend: Any) -> None:
+    client = client_of(ApiSettings(truncation="error"))
+    backend.head, backend.max_model_len = CROSS, 11
+    for first in (["a", "b"], "a"):
+        found = await client.post("/score", {"text_1": first, "text_2": ["c", "much too long"]})
+        error = found.json()["error"]
+        assert (found.status_code, error["param"]) == (400, "text_2[1]")
+        assert "`text_2[1]` must be at most 7 tokens" in error["message"]
+
+
 async def test_vectors_score_pairs_by_their_cosine(client: Any, backend: Any, label_logprob: Any) -> None:
     backend.head = VECTORS
     query = np.array(numbers(label_logprob, text_ids("find: q"), 4))
