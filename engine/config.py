@@ -88,8 +88,8 @@ class ModelConfig:
     """Says which model to load."""
 
     path: TextOrPath = "builtin"
-    """`builtin`, a folder, or a repository id that is in the local cache at `revision`. `toy` is for tests and needs
-    ASSAY_TEST_FAULTS=1."""
+    """`builtin`, `builtin-classifier`, a folder, or a repository id that is in the local cache at `revision`. `toy` is
+    for tests and needs ASSAY_TEST_FAULTS=1."""
     revision: Revision = None
     """The commit of a repository id, 40 hexadecimal digits. A repository id needs it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

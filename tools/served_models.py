@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from deployments.cli.models import COLUMNS, FILE, SupportedModel
 from engine.model.architectures import find_kind
@@ -27,10 +27,12 @@ from tests.support.head_models import FAMILIES, config_of
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guides" / "which-models.md"
 BEGIN, END = "<!-- table: python -m tools.served_models -->\n", "<!-- end of table -->\n"
-LM, SEQUENCE = "language model", "sequence"
+LM, SEQUENCE, TOKEN = "language model", "sequence", "token"
+PROMPTS = {LM: "rerank.template", SEQUENCE: "none needed, or rerank.template", TOKEN: "none: it does not rank"}
 TESTS = {
     "causal": "tests/engine/model/test_last_layer.py",
     "sequence": "tests/engine/model/heads/test_sequence_heads.py",
+    "token": "tests/engine/model/heads/test_token_heads.py",
     "encoder": "tests/engine/model/encoder/test_encoder_model.py",
     "layout": "tests/deployments/api/test_published_layouts.py",
 }
@@ -44,6 +46,7 @@ def served_models() -> list[SupportedModel]:
         *_layouts(GUARDS),
         *_architectures(CONFIGS, AutoModelForCausalLM, LM, TESTS["causal"]),
         *_architectures(sequence, AutoModelForSequenceClassification, SEQUENCE, TESTS["sequence"]),
+        *_architectures(sequence, AutoModelForTokenClassification, TOKEN, TESTS["token"]),
         *_architectures(ENCODERS, AutoModelForSequenceClassification, SEQUENCE, TESTS["encoder"]),
     ]
 
@@ -71,6 +74,8 @@ def _architectures(
     names: dict[str, None] = {}
     for make in configs.values():
         config = make()
+        if type(config) not in auto._model_mapping:
+            continue
         config.architectures = [_class_name(auto, config)]
         try:
             find_kind(config)
@@ -78,7 +83,7 @@ def _architectures(
             continue
         names[config.architectures[0]] = None
     for name in sorted(names):
-        yield SupportedModel(name, head, "rerank.template" if head == LM else "none needed, or rerank.template", test)
+        yield SupportedModel(name, head, PROMPTS[head], test)
 
 
 def _class_name(auto: Any, config: Any) -> str:

@@ -1,1 +1,9 @@
-"""The model that comes with Assay: a tiny target, its draft and their tokenizer."""
+"""Holds the built-in models, which are served without a download."""
+
+from pathlib import Path
+
+BUILTIN_FOLDERS = {
+    "builtin": Path(__file__).parent / "target",
+    "builtin-classifier": Path(__file__).parent / "cross_encoder",
+}
+"""Folders by `model.path`."""

@@ -4,6 +4,8 @@ import importlib
 import logging
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from engine.builtin import BUILTIN_FOLDERS
 from engine.config import ModelConfig
 from engine.model.architectures import architectures_of, choose_head, find_kind, is_encoder
 from engine.model.checkpoint_audit import (
@@ -33,7 +36,7 @@ from engine.model.heads.info import HeadKind
 from engine.model.packing_check import REFERENCE
 
 log = logging.getLogger(__name__)
-BUILTIN = Path(__file__).parents[1] / "builtin" / "target"
+BUILTIN = BUILTIN_FOLDERS["builtin"]
 REVISION = re.compile(r"[0-9a-f]{40}")
 RANDOM_SEED = 0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,8 +52,8 @@ def find_folder(model: ModelConfig) -> Path:
     Raises:
         ModelNotFound: There is no such folder.
     """
-    if str(model.path) == "builtin":
-        return BUILTIN
+    if (builtin := BUILTIN_FOLDERS.get(str(model.path))) is not None:
+        return builtin
     folder = Path(model.path)
     if folder.is_dir():
         return folder
@@ -146,8 +149,7 @@ def read_model(folder: Path, config: Any, model: ModelConfig, device: torch.devi
     """
     dtype, kind = weights_dtype(config, model, device), find_kind(config)
     if model.random_weights:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
-            torch.manual_seed(RANDOM_SEED)  # every replica draws the same weights
+        with same_random_weights(device), device:
             module = kind.loaded_by.from_config(config, dtype=dtype, attn_implementation=REFERENCE)
     else:
         audit_files(folder, config, model)
@@ -166,6 +168,14 @@ def read_model(folder: Path, config: Any, model: ModelConfig, device: torch.devi
         module = module.to(device)
     ready: nn.Module = module.eval().requires_grad_(False)
     return ready
+
+
+@contextmanager
+def same_random_weights(device: torch.device) -> Iterator[None]:
+    """Draws the same numbers inside in every process, so that all replicas have the same random weights."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(RANDOM_SEED)
+        yield
 
 
 def weights_dtype(config: Any, model: ModelConfig, device: torch.device) -> torch.dtype:

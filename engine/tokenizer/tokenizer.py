@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.builtin import BUILTIN_FOLDERS
 from engine.model.checkpoint_audit import one_line, read_json
 from engine.tokenizer.control_tokens import ControlTokens, controls_of, renamed
 from engine.tokenizer.detokenizer import IncrementalDecoder
@@ -225,9 +226,7 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:
 
         tokenizer: Tokenizer = toy_module().ByteTokenizer()
         return tokenizer
-    if str(path) == "builtin":
-        path = Path(__file__).parents[1] / "builtin" / "target"
-    return Tokenizer(Path(path), revision)
+    return Tokenizer(BUILTIN_FOLDERS.get(str(path), Path(path)), revision)
 
 
 def _pair_frame(backend: Any) -> PairControls | None:

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from deployments.cli.main import main
+from engine.builtin import BUILTIN_FOLDERS
 from tests.deployments.api import test_published_layouts as layouts
 from tests.support import head_models
 from tests.test_documentation import DOCS, requests
@@ -33,10 +35,15 @@ def classifier(at: Path) -> Path:
     return head_models.save(head_models.sequence_classifier(head_models.config_of("llama", num_labels=2)), at)
 
 
+def encoder(at: Path) -> Path:
+    return Path(shutil.copytree(BUILTIN_FOLDERS["builtin-classifier"], at))
+
+
 GUIDES: dict[str, Callable[[Path], Path]] = {
     "serve-a-reranker": reranker,
     "serve-a-reward-model": reward_model,
     "serve-a-classifier": classifier,
+    "serve-an-encoder": encoder,
 }
 
 

@@ -8,9 +8,10 @@ from transformers import AutoModel
 
 from engine.config import ModelConfig
 from engine.model.architectures import find_kind
-from engine.model.checkpoint import audit_files, weights_dtype
+from engine.model.checkpoint import audit_files, same_random_weights, weights_dtype
 from engine.model.compatibility import UnsupportedModel
 from engine.model.encoder.families import HEAD_MODULES, family_of
+from engine.model.file_digests import verify_files
 from engine.model.packing_check import REFERENCE
 
 
@@ -27,9 +28,10 @@ def read_encoder(folder: Path, config: Any, model: ModelConfig, device: torch.de
     auto = find_kind(config).loaded_by
     headed = auto is not AutoModel
     if model.random_weights:
-        with device:
+        with same_random_weights(device), device:
             return auto.from_config(config, dtype=dtype, attn_implementation=REFERENCE).eval()
     audit_files(folder, config, model)
+    verify_files(folder, weights=True)
     own = auto._model_mapping[type(config)]
     kind: Any = type(own.__name__, (own,), {"_keep_in_fp32_modules_strict": HEAD_MODULES})
     module, info = kind.from_pretrained(
