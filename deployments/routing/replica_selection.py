@@ -53,6 +53,7 @@ def point(data: bytes) -> int:
 
 MIN_KEY_TOKENS = 32  # a shorter prefix is no reason to prefer a replica
 CACHE_WORTH = 2  # times the tokens that its cache may save, a replica's queue may be longer than another's
+MAX_SPREAD = 8  # first replicas of a key's order that share its requests: more would each compute its beginning
 BALANCE = 1.25  # times the mean load: bounded-load consistent hashing (Mirrokni, Thorup and Zadimoghaddam 2018)
 
 
@@ -113,7 +114,7 @@ class ReplicaSelector:
             return int(ahead[:2].argmin())
         if cacheable is None:
             return 0
-        costs = ahead + CACHE_WORTH * cacheable
+        costs = ahead[:MAX_SPREAD] + CACHE_WORTH * cacheable
         costs[0] = ahead[0]
         return int(costs.argmin())
 
