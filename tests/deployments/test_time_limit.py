@@ -8,9 +8,8 @@ from deployments.time_limit import TimeLimit
 
 
 async def test_a_block_that_takes_too_long_is_cancelled() -> None:
-    with pytest.raises(TimeoutError):
-        with TimeLimit(0.001):
-            await asyncio.Event().wait()
+    with pytest.raises(TimeoutError), TimeLimit(0.001):
+        await asyncio.Event().wait()
     task = asyncio.current_task()
     assert task is not None and not task.cancelling()
 
