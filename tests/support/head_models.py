@@ -58,17 +58,34 @@ def save_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(f'{{"bos_token": "{BOS}", "eos_token": "{EOS}"}}')
 
 
-EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-GPT: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": 512}
-# By model type: what its configuration needs besides `BASE`.
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+# By model type: what its configuration needs besides `BASE`. All have sequence and token classifiers whose body packs.
 FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "biogpt": {},
     "exaone4": {},
     "gemma": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16},
+    "glm": {},
+    "glm4": {},
+    "gpt2": {},
+    "gpt_neox": {},
+    "helium": {"head_dim": 16},
     "llama": {},
+    "mistral": {},
+    "mixtral": {},
+    "nemotron": {},
+    "persimmon": {},
+    "phi": {},
+    "phi3": {},
+    "qwen2": {},
+    "qwen2_moe": EXPERTS,
     "qwen3": {"head_dim": 16},
+    "qwen3_moe": EXPERTS,
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {},
 }
 
 
