@@ -112,7 +112,7 @@ def replaying(config: str, folder: Path) -> str:
     """Lets HAProxy read small requests whole, so that it can send them again, and answer as we do where it must.
 
     Args:
-        config: As Ray wrote it. Its `retry-on` says when a request is sent again.
+        config: The file that Ray wrote. Its `retry-on` says when a request is sent again.
         folder: Receives a file for each status that HAProxy answers itself.
     """
     missing = "".join(f"\n    {line}" for line in BUFFERED if line not in config)
