@@ -32,6 +32,7 @@ from engine.requests import (
     RowsRequest,
     ScoreRequest,
     ScoreResult,
+    TenantTokens,
 )
 from engine.scheduler.request_state import (
     GenerationState,
@@ -42,7 +43,6 @@ from engine.scheduler.request_state import (
     Submission,
     item_ends,
 )
-from engine.tenant_queues import TenantTokens
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingLimits
 

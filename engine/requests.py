@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine.tenant_queues import TenantTokens
 from gpu_sampler.sampling_params import SamplingParams
 
 Int32s = npt.NDArray[np.int32]
@@ -138,6 +137,14 @@ class PoolingRequest(RowsRequest):
     def answers(self) -> int:
         """Returns how many answers the request has."""
         return len(self.positions) or len(self.starts) - 1
+
+
+class TenantTokens(NamedTuple):
+    """Holds the tokens that one tenant has waiting in one priority."""
+
+    tenant: str
+    priority: int  # lower is earlier
+    tokens: int
 
 
 class Load(NamedTuple):

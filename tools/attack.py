@@ -91,7 +91,7 @@ class Cost:
 
 @dataclass
 class Report:
-    """What was sent, and what was found."""
+    """Holds the requests that were sent, and the findings."""
 
     requests: int = 0
     statuses: dict[str, Counter[int]] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Report:
     findings: list[str] = field(default_factory=list)
 
     def find(self, what: str) -> None:
-        """Notes a finding, of which there may be many."""
+        """Notes a finding. There may be many."""
         if len(self.findings) < MAX_FINDINGS:
             self.findings.append(what)
 

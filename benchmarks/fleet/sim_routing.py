@@ -49,9 +49,9 @@ from deployments.routing.replica_call import RetryableError, no_replica, replica
 from deployments.routing.replica_selection import RendezvousHash, ReplicaSelector
 from deployments.routing.retry import RetryPolicy, RetryState
 from engine.config import Costs
-from engine.requests import Load, ScoreRequest
+from engine.request_cost import TenantQueues
+from engine.requests import Load, ScoreRequest, TenantTokens
 from engine.scheduler.request_tracker import MAX_QUEUE_S, REPORTED_QUEUES
-from engine.tenant_queues import TenantQueues, TenantTokens
 
 TOKENS_PER_S = 40_000.0  # of a replica
 HOP_S = 0.0005  # from an ingress to a replica, and back

@@ -46,10 +46,10 @@ from engine.channels import ResultQueue
 from engine.config import Costs, EngineConfig
 from engine.engine import Engine
 from engine.kv_cache.manager import KVCacheManager, PrefixCache
-from engine.requests import GenerateRequest, Int32s, Load, ScoreRequest, ScoreResult
+from engine.request_cost import TenantQueues
+from engine.requests import GenerateRequest, Int32s, Load, ScoreRequest, ScoreResult, TenantTokens
 from engine.scheduler.request_state import GenerationState, LabelScoreState, RequestTable, Submission, item_ends
 from engine.scheduler.scheduler import Scheduler
-from engine.tenant_queues import TenantQueues, TenantTokens
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams
 from tests.support.toy_model import ToyModel

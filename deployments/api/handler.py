@@ -16,11 +16,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.api.client_watch import ClientWatch
 from deployments.api.json_answer import AnswerTooLarge, JsonResponse, encode
 from deployments.api.middleware import Answer, internal_error
 from deployments.api.prompt_formats import chat_source, compile_chat, decision_prompts, option_limits
-from deployments.api.request_context import ClientGone, RequestContext, context_of, deadline_exceeded
+from deployments.api.request_context import ClientGone, ClientWatch, RequestContext, context_of, deadline_exceeded
 from deployments.api.rerank_prompt import choose_rerank_prompt
 from deployments.api.schemas.fields import Body
 from deployments.api.schemas.known_fields import HARMLESS, REFUSED, Neutral, is_neutral

@@ -13,9 +13,8 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.api.client_watch import ClientWatch
 from deployments.api.middleware import internal_error
-from deployments.api.request_context import ClientGone, RequestContext
+from deployments.api.request_context import ClientGone, ClientWatch, RequestContext
 from deployments.config.sections import StreamArgs
 from deployments.errors import ApiError
 from deployments.observability.ingress_metrics import IngressMetrics, Phase

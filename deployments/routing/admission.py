@@ -22,7 +22,7 @@ from deployments.protocol import AnyCall, common
 from deployments.routing.load_tracker import LoadTracker, QueueEstimate
 from engine.config import Costs
 from engine.request_cost import request_cost
-from engine.tenant_queues import TenantTokens
+from engine.requests import TenantTokens
 
 # The part of the time left that the queue may take: a queue that is served fairly makes each wait up to twice as long.
 MAX_WAIT_SHARE = 0.4

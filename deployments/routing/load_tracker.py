@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine.requests import Load
-from engine.tenant_queues import TenantQueues, TenantTokens
+from engine.request_cost import TenantQueues
+from engine.requests import Load, TenantTokens
 
 Listener = Callable[[frozenset[str], frozenset[str]], None]
 MAX_LEFT = 1024
@@ -30,13 +30,6 @@ class QueueEstimate(NamedTuple):
     tokens_per_s: float  # worked off; 0 while unknown
     max_tokens: int  # a request with more before its end is not taken; 0 while unknown
     tenants: int = 0  # whose queues are not empty
-
-
-class FleetLoads(NamedTuple):
-    """Holds the tokens that wait at each replica, as this process believes."""
-
-    names: tuple[str, ...]  # in order: every process sees the same; the same object while the fleet is the same
-    tokens: npt.NDArray[np.float64]  # of each
 
 
 @dataclass(slots=True, kw_only=True)
@@ -176,10 +169,10 @@ class LoadTracker:
         """The names in order: every process sees the same."""
         return self._table.names
 
-    def loads(self) -> FleetLoads:
-        """Returns the loads of all replicas, each as `load` would."""
+    def loads(self) -> tuple[tuple[str, ...], npt.NDArray[np.float64]]:
+        """Returns the names of all replicas, the same object while the fleet is the same, and each one's `load`."""
         with self._lock:
-            return FleetLoads(self._table.names, self._table.loads(self._clock()))
+            return self._table.names, self._table.loads(self._clock())
 
     def load(self, name: str) -> float:
         """Returns tokens: what the replica last reported, plus what was sent since, less what it has done since."""

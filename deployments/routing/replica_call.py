@@ -30,8 +30,7 @@ from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.replica_selection import ReplicaSelector
 from deployments.time_limit import TimeLimit
-from engine.requests import ErrorCode, Load
-from engine.tenant_queues import TenantTokens
+from engine.requests import ErrorCode, Load, TenantTokens
 
 log = logging.getLogger("ray.serve")
 RETRY_AFTER_S = 1.0

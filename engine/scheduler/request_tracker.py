@@ -11,11 +11,20 @@ from engine.batch.input_batch import StepKind
 from engine.channels import Result, ResultDispatcher
 from engine.config import EngineConfig
 from engine.metrics import StepRecorder
-from engine.requests import EngineError, ErrorCode, FinishReason, GenerateRequest, LikelihoodRequest, Load, RowsRequest
+from engine.request_cost import TenantQueues
+from engine.requests import (
+    EngineError,
+    ErrorCode,
+    FinishReason,
+    GenerateRequest,
+    LikelihoodRequest,
+    Load,
+    RowsRequest,
+    TenantTokens,
+)
 from engine.scheduler.request_state import GenerationState, Phase, RequestState, ScoringState, SequenceState
 from engine.scheduler.scheduler import Scheduler, Step
 from engine.scheduler.token_stream import TokenStream
-from engine.tenant_queues import TenantQueues, TenantTokens
 
 MAX_QUEUE_S = 8.0  # a tenant that waits longer gets no more in: its last request would wait too long
 MAX_STALE_DEADLINES = 256

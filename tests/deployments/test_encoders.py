@@ -19,6 +19,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,?!-"
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
 QUERY = "what is a red chair?"
 TEXTS = ["a pine chair, red.", "", "日本語 🙂", "a longer text " * 12, "over-long " * 60, "[SEP] no end [CLS]"]
+PATIENCE_S = 30.0
 TOLERANCE = 1e-5
 FAMILIES = ("bert", "roberta", "xlm-roberta", "modernbert", "deberta-v3", "electra", "distilbert")
 KEPT = 2  # of the families, in the fast tier
@@ -260,10 +261,10 @@ async def test_the_canary_covers_an_encoder(replica_backend: Callable[..., Any],
     save_encoder(folder, "bert", AutoModelForSequenceClassification, num_labels=1)
     backend = await replica_backend(model={"path": str(folder), "device": "cpu"}, **ENGINE)
     server: Any = backend.server
-    assert (await server.canary()).failure is None
+    assert (await server._canary.run(PATIENCE_S))[0] is None
     layer = server.engine.model._encoder._base.encoder.layer[0].output.dense
     weight = layer.weight.data.clone()
     layer.weight.data = weight * 1.5
-    assert (await server.canary()).failure == "mismatch"
+    assert (await server._canary.run(PATIENCE_S))[0] == "mismatch"
     layer.weight.data = weight
-    assert (await server.canary()).failure is None
+    assert (await server._canary.run(PATIENCE_S))[0] is None

@@ -14,6 +14,7 @@ from transformers import AutoModel
 from tests.support.head_models import VOCAB, config_of, save, save_tokenizer, sequence_classifier
 from tests.support.model_folders import process_reward
 
+PATIENCE_S = 30.0
 TEXTS = ["A pine chair.", "", "日本語 🙂", "a longer text " * 20, "</s>"]
 
 
@@ -68,15 +69,15 @@ async def test_documents_are_ranked_by_the_librarys_logit(
 async def test_the_canary_covers_the_head(replica_backend: Callable[..., Any], reranker: tuple[Path, Any]) -> None:
     backend = await replica_backend(model={"path": str(reranker[0]), "device": "cpu"}, **engine())
     server: Any = backend.server
-    assert (await server.canary()).failure is None
+    assert (await server._canary.run(PATIENCE_S))[0] is None
     head = server.engine.model._pooler
     weight = head.layers.weight.data.clone()
     head.layers.weight.data += 0.1
-    assert (await server.canary()).failure == "mismatch"
+    assert (await server._canary.run(PATIENCE_S))[0] == "mismatch"
     head.layers.weight.data = weight * float("nan")
-    assert (await server.canary()).failure == "error"
+    assert (await server._canary.run(PATIENCE_S))[0] == "error"
     head.layers.weight.data = weight
-    assert (await server.canary()).failure is None
+    assert (await server._canary.run(PATIENCE_S))[0] is None
 
 
 async def test_steps_are_those_of_the_cards_loop(replica_client: Callable[..., Any], tmp_path: Path) -> None:

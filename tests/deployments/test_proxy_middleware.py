@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ray.serve._private.http_util import (
     RequestIdMiddleware,
@@ -140,7 +140,7 @@ def answered(app: Any, headers: Headers) -> Any:
 
 
 @pytest.mark.risk("F1")
-@settings(max_examples=300)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])  # the app keeps nothing
 @given(headers=any_headers)
 def test_any_headers_are_answered_with_one_id(app: Any, headers: Headers) -> None:
     found = answered(app, headers)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.requests import EngineError, ErrorCode, GenerateRequest, ScoreRequest
-from engine.tenant_queues import TenantTokens
+from engine.requests import EngineError, ErrorCode, GenerateRequest, ScoreRequest, TenantTokens
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreRequest]

@@ -206,7 +206,7 @@ async def test_details_name_up_to_eight_fields(client: Any) -> None:
 
 @pytest.mark.risk("S6")
 async def test_odd_text_goes_through_unharmed(client: Any, backend: Any) -> None:
-    for text in ("\x00", "אבג", "😀", "{{ 7*7 }}", "</s>", "a" * 1_000_000):
+    for text in ("\x00", "אבג", "😀", "{{ 7*7 }}", "</s>", "a" * 200_000):
         backend.max_model_len = 2_000_000
         found = await client.post("/tokenize", {"prompt": text, "add_special_tokens": False})
         back = await client.post("/detokenize", {"tokens": found.json()["tokens"]})

@@ -189,7 +189,8 @@ def test_the_table_of_mistakes_is_as_long_as_it_should_be() -> None:
 def test_a_shipped_config_passes(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(file), "--plan"]) == 0
     out = capsys.readouterr().out
-    assert "Replica: " in out and "good" in out and "bytes a token" in out
+    assert "Replica: " in out and "good" in out
+    assert ("no KV cache" if file.stem == "cpu-classifier" else "bytes a token") in out
 
 
 MANIFEST = CONFIGS.parents[1] / "k8s" / "base" / "rayservice.yaml"

@@ -19,8 +19,8 @@ from deployments.replica.replica import ReplicaServer
 from deployments.routing.admission import Admission
 from deployments.routing.load_tracker import LoadTracker, QueueEstimate
 from engine.config import Costs
-from engine.requests import ErrorCode, GenerateRequest, LikelihoodRequest, Load, ScoreRequest, ScoreResult
-from engine.tenant_queues import TenantQueues, TenantTokens
+from engine.request_cost import TenantQueues
+from engine.requests import ErrorCode, GenerateRequest, LikelihoodRequest, Load, ScoreRequest, ScoreResult, TenantTokens
 from gpu_sampler.sampling_params import SamplingParams
 from tests.support import toy_model
 
