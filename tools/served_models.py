@@ -30,7 +30,7 @@ BEGIN, END = "<!-- table: python -m tools.served_models -->\n", "<!-- end of tab
 LM, SEQUENCE, TOKEN = "language model", "sequence", "token"
 PROMPTS = {LM: "rerank.template", SEQUENCE: "none needed, or rerank.template", TOKEN: "none: it does not rank"}
 TESTS = {
-    "causal": "tests/engine/model/test_checkpoint_audit.py",
+    "causal": "tests/engine/model/test_compile.py",
     "sequence": "tests/engine/model/heads/test_sequence_heads.py",
     "token": "tests/engine/model/heads/test_token_heads.py",
     "encoder": "tests/engine/model/encoder/test_encoder_model.py",
