@@ -13,8 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from deployments.cli.check import model as check_model
-from deployments.config.app_args import AppArgs
 from engine.config import EngineConfig, ModelConfig
 from engine.model import checkpoint
 from engine.model.checkpoint import ModelNotFound, read_config, read_model
@@ -43,6 +41,9 @@ def load(folder: Path) -> Any:
 
 def checked(folder: Path) -> list[str]:
     """Returns the errors of `assay check` on the model's files."""
+    from deployments.cli.check import model as check_model  # needs packages that a machine for GPU tests may lack
+    from deployments.config.app_args import AppArgs
+
     args = AppArgs.model_validate({"model": {"path": str(folder)}})
     _, findings = check_model.check(args, "args")
     return [one.message for one in findings if one.level == "error" and one.where.startswith("args.model.path")]
