@@ -110,7 +110,6 @@ TO_VECTORS: dict[str, list[dict[str, Any]]] = {
     "/v1/embeddings": [{"input": ["a", "b"], "dimensions": 2}, {"input": [[1, 2]], "encoding_format": "base64"}],
     "/embed": [{"inputs": "a", "normalize": False}, {"inputs": ["a", "b"], "truncate": True, "prompt_name": "query"}],
 }
-GOOD["/score"] += [{"messages": MESSAGES}, {"messages": [MESSAGES, MESSAGES], "use_activation": False}]
 GOOD |= TO_A_HEAD | TO_VECTORS
 READ = ["/healthz", "/readyz", "/health", "/version", "/metrics", "/v1/models", "/v1/models/{model_id}"]
 READ.append("/tokenizer_info")
