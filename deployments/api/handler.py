@@ -5,7 +5,7 @@ import functools
 import json
 import logging
 from codecs import BOM_UTF8
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -366,13 +366,18 @@ def undeclared_fields(body: Body, refused: Mapping[str, Neutral], prefix: str = 
         elif not is_neutral(value, refused[name]):
             raise unsupported(prefix + name, "is not supported by this route")
     for name in type(body).model_fields:
-        value = getattr(body, name)
-        parts = value if isinstance(value, list) else [value]
-        if parts and isinstance(parts[0], Body):
-            for index, part in enumerate(parts):
-                at = f"[{index}]" if isinstance(value, list) else ""
-                names += undeclared_fields(part, part.refused_fields, f"{prefix}{name}{at}.")
+        for at, part in _parts(getattr(body, name), prefix + name):
+            names += undeclared_fields(part, part.refused_fields, f"{at}.")
     return names
+
+
+def _parts(value: object, at: str) -> Iterator[tuple[str, Body]]:
+    """Yields the bodies in a field's value, in lists of any depth, with their places. All entries are of one kind."""
+    if isinstance(value, Body):
+        yield at, value
+    elif isinstance(value, list) and value and isinstance(value[0], Body | list):
+        for index, part in enumerate(value):
+            yield from _parts(part, f"{at}[{index}]")
 
 
 def _ascii(name: str) -> str:

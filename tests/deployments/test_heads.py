@@ -66,6 +66,24 @@ async def test_documents_are_ranked_by_the_librarys_logit(
     assert np.abs([one["score"] - wanted[one["index"]] for one in found]).max() < 1e-5
 
 
+async def test_conversations_are_scored_by_the_librarys_logit(
+    replica_client: Callable[..., Any], reranker: tuple[Path, Any], tmp_path: Path
+) -> None:
+    form = tmp_path / "chat.jinja"
+    form.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}")
+    sections = {"chat": {"template_file": str(form)}}
+    client = await replica_client(model={"path": str(reranker[0]), "device": "cpu"}, **engine(), **sections)
+    asked = {"role": "user", "content": "2 + 2?"}
+    chats = [[asked, {"role": "assistant", "content": text}] for text in TEXTS[:4]]
+    wanted = logits(reranker, [f"user: 2 + 2?;assistant: {text};" for text in TEXTS[:4]], special=False)[:, 0]
+    assert wanted.unique().numel() == 4
+    for numbers, more in ((wanted, {"use_activation": False}), (wanted.sigmoid(), {})):
+        found = (await client.post("/score", {"messages": chats} | more)).json()["data"]
+        assert [one["score"] for one in found] == pytest.approx(numbers.tolist(), abs=1e-5)
+        alone = (await client.post("/v1/score", {"messages": chats[0]} | more)).json()["data"]
+        assert [one["score"] for one in alone] == pytest.approx(numbers[:1].tolist(), abs=1e-5)
+
+
 async def test_the_canary_covers_the_head(replica_backend: Callable[..., Any], reranker: tuple[Path, Any]) -> None:
     backend = await replica_backend(model={"path": str(reranker[0]), "device": "cpu"}, **engine())
     server: Any = backend.server

@@ -1,16 +1,18 @@
-"""Serves POST /score and /v1/score: a number for each item and label, or for each pair of texts.
+"""Serves POST /score and /v1/score: a number for each item and label, for each pair of texts, or for a conversation.
 
 A request with items builds one `engine.requests.ScoreRequest`, and none without an item. A request with texts on two
 sides builds what `deployments.api.endpoints.pair_scores` builds.
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from starlette.responses import Response
 
-from deployments.api.endpoints.pair_scores import pair_template, score_pairs
-from deployments.api.endpoints.pooling_common import wants_activation
+from deployments.api.endpoints.conversation_scores import score_conversations
+from deployments.api.endpoints.pair_scores import PairScores, pair_template, score_pairs
+from deployments.api.endpoints.pooling_common import CHAT_FIELDS, wants_activation
 from deployments.api.endpoints.scoring_common import (
     check_items,
     check_size,
@@ -23,6 +25,9 @@ from deployments.api.endpoints.scoring_common import (
 )
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
+from deployments.api.schemas.chat import Message
+from deployments.api.schemas.known_fields import REFUSED, is_neutral
+from deployments.api.schemas.pooling import PoolingInput
 from deployments.api.schemas.score import ScoreBody
 from deployments.errors import invalid
 from deployments.protocol import ModelCard
@@ -42,6 +47,8 @@ OF_PAIRS = (
     "max_tokens_per_doc",
     "max_tokens_per_query",
 )
+CUTS = ("truncate_prompt_tokens", "truncation_side")
+OF_TEXTS = ("instruction", "max_tokens_per_doc", "max_tokens_per_query")  # and of no conversation
 
 
 class Sides(NamedTuple):
@@ -56,6 +63,11 @@ class Sides(NamedTuple):
 async def scoring(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers both routes. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, ScoreBody)
+    if body.messages is not None:
+        return await _messages(handler, context, body, body.messages)
+    for name in CHAT_FIELDS:
+        if not is_neutral(getattr(body, name), REFUSED[name]):
+            raise invalid(name, "absent without `messages`", "given")
     sides = _sides(body)
     if sides is not None:
         return await _pairs(handler, context, body, sides)
@@ -108,6 +120,18 @@ async def _pairs(handler: RequestHandler, context: RequestContext, body: ScoreBo
         salt=body.cache_salt,
         priority=body.priority,
     )
+    return await _answer_scores(handler, context, card, found, request_id, activated=activated)
+
+
+async def _answer_scores(
+    handler: RequestHandler,
+    context: RequestContext,
+    card: ModelCard,
+    found: PairScores,
+    request_id: str,
+    *,
+    activated: bool,
+) -> Response:
     report_items(handler, context, found.truncated)
 
     def make() -> dict[str, Any]:
@@ -145,6 +169,26 @@ def _pair_spec(
         template=None if template is None else fill(template, values),
         names=FieldNames(sides.second, "max_tokens_per_doc", "max_tokens_per_query"),
     )
+
+
+# Conversations.
+
+
+async def _messages(
+    handler: RequestHandler, context: RequestContext, body: ScoreBody, given: Sequence[Any]
+) -> Response:
+    for name in (*OF_ITEMS, *(name for pair in SIDES for name in pair), *OF_TEXTS):
+        if getattr(body, name) is not None:
+            raise invalid(name, "absent beside `messages`", "given")
+    activated = wants_activation(body) is not False
+    card = await handler.served(body.model)
+    conversations = [given] if isinstance(given[0], Message) else given
+    options = {name: getattr(body, name) for name in (*CHAT_FIELDS, *CUTS, "priority", "cache_salt")}
+    request_id = new_id("score-")
+    found = await score_conversations(
+        handler, context, card, conversations, PoolingInput.model_construct(**options), request_id
+    )
+    return await _answer_scores(handler, context, card, found, request_id, activated=activated)
 
 
 # Items and labels.

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, PlainValidator, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, PlainValidator, TypeAdapter, ValidationInfo
 
-from deployments.api.schemas.fields import Body, Count, Int, Name, bound, refused
+from deployments.api.schemas.fields import Body, Count, Int, Name, bound, check_size, refused
 from deployments.api.schemas.generation import GenerationRequest, PromptLogprob, Usage
 from deployments.api.schemas.known_fields import MESSAGE_REFUSED
 from deployments.errors import describe
@@ -106,6 +106,24 @@ class Message(Body):
 Messages = Annotated[list[Message], BeforeValidator(_messages)]
 TemplateValues = Annotated[
     dict[str, Any] | None, PlainValidator(_template_values, json_schema_input_type=dict[str, Any] | None)
+]
+_ONE: TypeAdapter[list[Message]] = TypeAdapter(Messages)
+_MANY: TypeAdapter[list[list[Message]]] = TypeAdapter(list[Messages])
+
+
+def _conversations(value: object, info: ValidationInfo) -> list[Message] | list[list[Message]] | None:
+    """Reads one conversation, or a list of them. Errors have the paths of what was sent."""
+    if value is None:
+        return None
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        check_size(value, 1, bound(info, "max_items"))
+        return _MANY.validate_python(value, context=info.context)
+    return _ONE.validate_python(value, context=info.context)
+
+
+Conversations = Annotated[
+    list[Message] | list[list[Message]] | None,
+    PlainValidator(_conversations, json_schema_input_type=list[Message] | list[list[Message]] | None),
 ]
 
 

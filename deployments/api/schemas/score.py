@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, RootModel
 
+from deployments.api.schemas.chat import Conversations, TemplateValues
 from deployments.api.schemas.fields import (
     AtLeastOne,
     Body,
@@ -27,6 +28,7 @@ class ScoreBody(Body):
 
     SGLang's has `query`, `items` and `label_token_ids`; a bare string of `items` is one item. vLLM's has a text or
     texts on two sides, in `text_1` and `text_2`, `data_1` and `data_2`, or `queries` and `documents`.
+    `messages` holds one conversation or a list of them, for a reward model.
     """
 
     model_config = ConfigDict(title="ScoreRequest")  # its name in the OpenAPI document
@@ -43,6 +45,10 @@ class ScoreBody(Body):
     data_2: Texts = None
     queries: Texts = None
     documents: Texts = None
+    messages: Conversations = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateValues = None
     instruction: Annotated[str | None, text("max_instruction_chars")] = None
     use_activation: bool | None = None
     activation: bool | None = None
@@ -68,7 +74,7 @@ class LabelScores(BaseModel):
 
 
 class PairScore(BaseModel):
-    """Scores one pair. `truncated` is present only if part of it was cut off."""
+    """Scores one pair or conversation. `truncated` is present only if part of it was cut off."""
 
     index: int
     object: Literal["score"]
@@ -77,7 +83,7 @@ class PairScore(BaseModel):
 
 
 class PairScoreList(BaseModel):
-    """Answers a request with texts on two sides."""
+    """Answers a request with texts on two sides, or with conversations."""
 
     id: str
     object: Literal["list"]
@@ -88,4 +94,4 @@ class PairScoreList(BaseModel):
 
 
 class ScoreResponse(RootModel[LabelScores | PairScoreList]):
-    """Answers `items` with their labels' scores, and two sides of texts with a score for each pair."""
+    """Answers `items` with their labels' scores, two sides of texts and conversations with a score each."""

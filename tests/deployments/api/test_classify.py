@@ -231,3 +231,44 @@ async def test_ranking_needs_one_number_and_a_template(client: Any, client_of: A
     backend.head = None
     found = await ask(client_of).post("/v1/rerank", body)
     assert (found.status_code, "no labels" in found.text) == (404, True)
+
+
+LANGUAGE_MODEL, TOKEN = None, HeadInfo(HeadKind.TOKEN, 1, ("good",))
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("head", "remedy"),
+    [(LANGUAGE_MODEL, "/generative_scoring"), (HEAD, "/classify"), (TOKEN, "/pooling")],
+)
+async def test_conversations_need_a_head_of_one_number(client: Any, backend: Any, head: Any, remedy: str) -> None:
+    backend.head = head
+    found = await client.post("/score", {"messages": CHAT})
+    assert (found.status_code, found.json()["error"]["code"]) == (404, "not_found")
+    assert remedy in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ({"messages": CHAT, "items": ["a"]}, (422, "invalid_value", "items")),
+        ({"messages": CHAT, "text_2": "a"}, (422, "invalid_value", "text_2")),
+        ({"messages": CHAT, "instruction": "a"}, (422, "invalid_value", "instruction")),
+        ({"messages": CHAT, "chat_template_kwargs": {"odd": 1}}, (422, "invalid_value", "chat_template_kwargs")),
+        ({"messages": [CHAT] * 5}, (422, "invalid_value", "messages")),
+        ({"messages": [CHAT, []]}, (422, "invalid_value", "messages[1]")),
+        ({"messages": [CHAT, [{"role": "user", "content": 3}]]}, (422, "invalid_value", "messages[1][0].content")),
+        ({"messages": [CHAT, [CHAT[0] | {"tool_calls": [1]}]]},
+         (400, "unsupported_parameter", "messages[1][0].tool_calls")),
+        ({"text_1": "a", "text_2": "b", "add_generation_prompt": True},
+         (422, "invalid_value", "add_generation_prompt")),
+    ],
+)  # fmt: skip
+async def test_bad_conversations_are_refused_with_their_place(
+    client: Any, backend: Any, body: Any, wanted: tuple[int, str, str]
+) -> None:
+    backend.head = REWARD
+    found = await client.post("/score", body)
+    error = found.json()["error"]
+    assert (found.status_code, error["code"], error["param"]) == wanted
+    assert not backend.pooling_tasks
