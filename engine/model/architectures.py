@@ -127,8 +127,8 @@ def find_kind(config: Any) -> ArchitectureKind:
 
 
 def is_encoder(config: Any) -> bool:
-    """Tells whether a configuration is that of a bidirectional model that this build knows."""
-    return config.model_type in FAMILIES
+    """Tells whether a configuration is that of a bidirectional model that this build knows, and not as a decoder."""
+    return config.model_type in FAMILIES and not getattr(config, "is_decoder", False)
 
 
 def choose_head(config: Any, head: str) -> None:

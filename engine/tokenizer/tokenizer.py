@@ -15,6 +15,9 @@ from engine.tokenizer.detokenizer import IncrementalDecoder
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "tekken.json", "*.tiktoken")
 
 
+MANY_IDS = 4096  # more are decoded by the call that lets other threads run meanwhile
+
+
 class Encoded(NamedTuple):
     """Holds the ids of one text and the characters [start, end) that each came from."""
 
@@ -156,6 +159,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Returns the text of ids. Unknown ids have no text."""
+        if len(ids) > MANY_IDS:
+            return str(self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0])
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:

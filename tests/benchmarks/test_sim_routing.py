@@ -34,7 +34,7 @@ def test_policies_differ_as_their_names_say() -> None:
 
 @pytest.mark.full
 def test_requests_on_a_replica_that_dies_are_sent_again() -> None:
-    found = run(fault="dying", seconds=12.0)
+    found = run(fault="dying", seconds=20.0)
     assert found["retries_1000"] > 0
     assert found["failed"] == 0
 

@@ -48,15 +48,24 @@ class Ranking(NamedTuple):
 Render = Callable[[RerankRequest, ModelCard, Documents, Ranking, str], Any]
 
 
-async def rank(handler: RequestHandler, context: RequestContext, body: RerankRequest, render: Render) -> Response:
+async def rank(
+    handler: RequestHandler, context: RequestContext, body: RerankRequest, render: Render, field: str = "documents"
+) -> Response:
     """Ranks the documents of a request, and answers in the form that `render` gives the ranking.
+
+    Args:
+        handler: Holds the backend.
+        context: The HTTP request.
+        body: The request in the common form.
+        render: Makes the answer.
+        field: The client's own name of `documents`, for errors.
 
     Raises:
         ApiError, ScoringError: The request is refused.
     """
     card = await handler.served(body.model)
     template = pair_template(handler, card)
-    documents = await handler.off_loop(context.body_bytes, _documents, handler, body, context.route)
+    documents = await handler.off_loop(context.body_bytes, _documents, handler, body, context.route, field)
     labels = 1 if template is None or card.head is not None else len(template.labels)
     check_size(handler, len(documents.texts), labels, documents.field)
 
@@ -75,7 +84,7 @@ async def rank(handler: RequestHandler, context: RequestContext, body: RerankReq
         salt=body.cache_salt,
         priority=body.priority,
     )
-    top_n = None if documents.field == "texts" else body.top_n
+    top_n = None if body.texts is not None else body.top_n
     order = ranked(scored.raw if _wants_raw(body) else scored.activated, top_n)
     ranking = Ranking(request_id, order, scored.truncated, scored.prompt_tokens, scored.cached_tokens)
     report_items(handler, context, scored.truncated)
@@ -83,7 +92,7 @@ async def rank(handler: RequestHandler, context: RequestContext, body: RerankReq
     return await handler.sized_json(context, size, partial(render, body, card, documents, ranking, context.route))
 
 
-def _documents(handler: RequestHandler, body: RerankRequest, route: str) -> Documents:
+def _documents(handler: RequestHandler, body: RerankRequest, route: str, field: str) -> Documents:
     """Reads either dialect: `texts` on one path, `documents` on all. Raises ApiError for both or neither."""
     if (body.documents is None) == (body.texts is None):
         given = "neither" if body.documents is None else "both"
@@ -94,14 +103,14 @@ def _documents(handler: RequestHandler, body: RerankRequest, route: str) -> Docu
         if route != TEXTS_ROUTE:
             raise invalid("texts", f"absent here: send `documents`, or `texts` to {TEXTS_ROUTE}", describe(body.texts))
         return Documents(body.texts, "texts", echoed)
-    return Documents(_document_texts(body), "documents", echoed)
+    return Documents(_document_texts(body, field), field, echoed)
 
 
-def _document_texts(body: RerankRequest) -> list[str]:
+def _document_texts(body: RerankRequest, field: str) -> list[str]:
     fields = body.rank_fields
     if fields is not None and len(set(fields)) < len(fields):
         raise invalid("rank_fields", "distinct", "a name twice")
-    return [document_text(one, fields, f"documents[{i}]") for i, one in enumerate(body.documents or [])]
+    return [document_text(one, fields, f"{field}[{i}]") for i, one in enumerate(body.documents or [])]
 
 
 def _prompt_spec(
@@ -142,7 +151,7 @@ def _wants_raw(body: RerankRequest) -> bool:
 
 def answer(body: RerankRequest, card: ModelCard, documents: Documents, ranking: Ranking, route: str) -> Any:
     """Returns the answer in Cohere's form, or for `texts` in that of text-embeddings-inference."""
-    if documents.field == "texts":
+    if body.texts is not None:
         return _texts_answer(documents, ranking)
     results = [
         {"index": index, "relevance_score": value}

@@ -44,14 +44,14 @@ async def rerank_mixedbread(handler: RequestHandler, context: RequestContext) ->
         model=body.model, query=body.query, documents=body.input, rank_fields=body.rank_fields, top_n=body.top_k,
         return_documents=bool(body.return_input),
     )  # fmt: skip
-    return await rank(handler, context, canonical, _mixedbread_answer)
+    return await rank(handler, context, canonical, _mixedbread_answer, "input")
 
 
 async def rerank_isaacus(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /v1/rerankings."""
     body = await handler.parse(context, IsaacusRequest)
     canonical = _request(model=body.model, query=body.query, documents=[*body.texts], top_n=body.top_n)
-    return await rank(handler, context, canonical, _isaacus_answer)
+    return await rank(handler, context, canonical, _isaacus_answer, "texts")
 
 
 def _request(**fields: Any) -> RerankRequest:

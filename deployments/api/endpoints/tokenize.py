@@ -64,8 +64,8 @@ async def detokenize(handler: RequestHandler, context: RequestContext) -> Respon
         raise invalid("tokens", "a list of integers", "null")
     if len(body.tokens) > handler.limits[LIMIT]:
         raise too_many_tokens(len(body.tokens), handler.limits[LIMIT], LIMIT, "tokens")
-    check_ids("tokens", body.tokens, card.vocab_size)
     decode, tokens = handler.tokenizer.decode, body.tokens
+    await handler.off_loop(TEXT_COST * len(tokens), check_ids, "tokens", tokens, card.vocab_size)
     return await handler.sized_json(
         context, TEXT_COST * len(tokens), lambda: {"prompt": decode(tokens, skip_special_tokens=False)}
     )

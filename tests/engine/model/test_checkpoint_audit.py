@@ -25,6 +25,7 @@ from engine.model.checkpoint_audit import (
     read_headers,
 )
 from engine.model.compatibility import UnsupportedModel
+from engine.model.encoder.families import FAMILIES as ENCODER_FAMILIES
 from engine.model.loader import load_model
 from tests.engine.model.conftest import CONFIGS
 from tests.support import head_models
@@ -222,6 +223,8 @@ def on_meta(kind: str) -> tuple[Any, Any]:
     for fields in small_models(kind):
         with contextlib.suppress(Exception), torch.device("meta"):
             config = AutoConfig.for_model(kind, **fields)
+            if kind in ENCODER_FAMILIES:
+                config.is_decoder = True
             return config, AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.bfloat16)
     pytest.fail(f"{kind} cannot be built")
 

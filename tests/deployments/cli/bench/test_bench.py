@@ -317,7 +317,7 @@ async def test_an_interrupted_run_counts_what_was_answered_by_then(service: Serv
     [level] = work.levels
     [run] = level.runs
     assert run.requests == len(seen) >= 20 and run.failed == 0
-    assert run.answered_per_s > 20  # over the time that it ran, and not over 60 s
+    assert run.answered_per_s > 2  # over the time that it ran: over 60 s it would be a third of a request
 
 
 def test_nothing_listens_after_it() -> None:
