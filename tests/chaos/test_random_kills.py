@@ -166,11 +166,7 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fast]:
         yield found
 
 
-@pytest.mark.risk(
-    "R16",
-    figure="8 kills of an ingress at random moments in fast mode: 0 of 11,537 plain requests failed, 15 of 218 "
-    "streams were taken up again, 0 wrong tokens",
-)
+@pytest.mark.risk("R16")
 def test_plain_requests_outlive_the_ingresses_that_are_killed(fast: Fast) -> None:
     seen, times = asyncio.run(killed(fast, random.Random(SEED)))
     words: dict[str, object] = {

@@ -44,7 +44,7 @@ def said(answers: list[Any]) -> list[tuple[int, bool]]:
 
 
 async def frozen(fleet: Any, seconds: float) -> list[Any]:
-    """The answers to requests at two replicas of which the first stops after its next step and is left."""
+    """Asks two replicas. The first one stops after its next step and is left. Returns the answers."""
     stopped = fleet.models[0]
     stopped.on_forward = lambda kind, runs: stopped.released.wait()
     asyncio.get_running_loop().call_later(seconds + 1.5, stopped.released.set)  # so that the test can end

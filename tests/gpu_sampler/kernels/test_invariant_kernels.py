@@ -100,7 +100,7 @@ def test_norms_are_those_of_the_reference(offset: float, dtype: torch.dtype, dev
 
 
 class Case(NamedTuple):
-    """Sequences of some length, the last tokens of which are new, over a scattered pool."""
+    """Holds sequences of some length over a scattered pool. Their last tokens are new."""
 
     q: torch.Tensor
     keys: torch.Tensor
