@@ -178,10 +178,11 @@ def test_floats_within_rounding_are_one_difference_of_their_own(old: str, new: s
 )
 def test_columns_are_compared_as_floats(values: tuple[float, float], where: str) -> None:
     def column(*floats: float) -> str:
-        return '{"columns":{"score":"%s"}}' % base64.b64encode(struct.pack("<2f", *floats)).decode()
+        data = base64.b64encode(struct.pack("<2f", *floats)).decode()
+        return json.dumps({"columns": {"score": data}})
 
-    recordings = [[replace(answers(0)["score"], body=column(*floats))] for floats in ((-12.0, 1.0), values)]
-    assert [one.where for one in compare(*recordings)] == [where]
+    base, new = ([replace(answers(0)["score"], body=column(*floats))] for floats in ((-12.0, 1.0), values))
+    assert [one.where for one in compare(base, new)] == [where]
 
 
 @pytest.mark.parametrize("missing", range(6))
