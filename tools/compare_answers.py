@@ -13,18 +13,22 @@ Everything else counts: status, headers, digits, order of keys. Three kinds of a
 depend on speed or on prose. Tokens that are ready together share an event of a stream, so the events of each choice are
 joined first. On /metrics only names and labels count. In /openapi.json descriptions and titles do not count. A name
 that the new checkout changes on purpose belongs in `RENAMED`, an answer in `ON_PURPOSE`: it is counted by its reason.
+Floats within `ROUNDING` of each other are counted as well, one line an answer with the largest distance.
 
 The exit status is 0 without differences, 1 with differences, 2 where a service does not start.
 """
 
 import argparse
+import base64
 import contextlib
 import http.client
 import json
+import math
 import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -50,6 +54,9 @@ ANSWER_S = 120.0
 POLL_S = 0.25
 MAX_SHOWN = 5  # differences of one answer
 MAX_SHOWN_CHARS = 160
+ROUNDING = 2e-5  # of a float and its counterpart, relative above 1: sums of float32 in another order
+ROUNDED = " (rounding)"
+COLUMN = re.compile(r".*\.columns\.\w+")  # base64 of float32
 COMMAND_LINES = ("deployments/cli.py", "deployments/cli/__main__.py", "deployments/cli/main.py")
 
 STEADY: dict[str, dict[str, Any]] = {
@@ -189,6 +196,45 @@ ON_PURPOSE = (
     ),
     Change("the id in the headers is shorter", ".* long header .*", new='"At most 32768 bytes of headers .*"'),
     Change("a model's name in a path is no field", base='"`model` must be .*"', new='"The model of this server is .*"'),
+    Change(
+        "CPU attention in blocks and a last layer of all rows sum in another order", where=r".*" + re.escape(ROUNDED)
+    ),
+    Change(
+        "two equal documents change places by rounding",
+        r"\[plain\] POST (/v\d)?/rerank #\d+",
+        r"body\.results\[\d\]\.index",
+        "[47]",
+        "[47]",
+    ),
+    *(
+        Change("a short stream shares one event", ".* POST /v1/.*completions stream .*", where)
+        for where in (r"stream\.shapes \(length\)", r"stream\.shapes\[\d\]")
+    ),
+    Change("/score takes pairs too", ".* POST (/v1)?/score .*", r"body\.error\.(details\[0\]\.)?(message|param)"),
+    Change("/score takes pairs too", ".* POST (/v1)?/score .*", r"body\.error\.details \(length\)"),
+    Change(
+        "messages may stand in place of items", ".* POST /generative_scoring .*", r"body\.error\.details \(length\)"
+    ),
+    Change(
+        "documents may be parts of text",
+        where=r"body\.(error\.)?(details\[0\]\.)?(message|detail)",
+        base=".* parts or images .*",
+    ),
+    *(
+        Change("a template's own names are its flags", ".* POST /v1/chat/completions .*", *difference)
+        for difference in (
+            (r"body\.error\.(details\[0\]\.)?message", '"`chat_template_kwargs` .*"', '"`chat_template_kwargs` .*"'),
+            ("status", "200", "422"),
+            (r"body \(keys\)", "id, object, created, model, choices, usage", "error, request_id"),
+        )
+    ),
+    Change(
+        "a limit of bytes is named",
+        where=r"body\.(error\.)?(details\[0\]\.)?(message|detail)",
+        base='"The body must be at most .*"',
+        new=r'"The body must be at most .* \(`.*`\)\. .*"',
+    ),
+    Change("more limits", ".* GET /v1/models.*", r"body(\.data\[0\])?\.assay\.limits \(keys\)"),
     Change("the id names its route", where=r"body\.id", base='"score-ID"', new='"generative-scoring-ID"'),
     Change("new metrics", ".* GET /metrics .*", "series", NOTHING),
     Change("the document has new routes and fields", ".* GET /openapi.json .*", r"body\..*"),
@@ -435,8 +481,37 @@ def _compare_texts(title: str, base: str, new: str) -> list[Difference]:
 
 
 def _places(title: str, where: str, base: Any, new: Any) -> list[Difference]:
-    walked = (Difference(title, f"{where}{path}", *values) for path, *values in _walk(base, new, ""))
-    return list(islice(walked, MAX_SHOWN))
+    found, rounded, largest = [], 0, 0.0
+    for path, *values in _walk(base, new, ""):
+        distance = _distance(path, *values)
+        if distance <= ROUNDING:
+            rounded, largest = rounded + 1, max(largest, distance)
+        else:
+            found.append(Difference(title, f"{where}{path}", *values))
+    shown = list(islice(found, MAX_SHOWN))
+    return shown + ([Difference(title, where + ROUNDED, f"{rounded} values", f"{largest:.1e}")] if rounded else [])
+
+
+def _distance(path: str, base: str, new: str) -> float:
+    """Returns how far two floats or columns of floats are apart, relative above 1; infinity for all other values."""
+    try:
+        pairs = list(zip(_floats(path, base), _floats(path, new), strict=True))
+    except ValueError:
+        return math.inf
+    unlike = [pair for pair in pairs if pair[0] != pair[1] and not all(map(math.isnan, pair))]
+    if not all(math.isfinite(value) for pair in unlike for value in pair):
+        return math.inf
+    return max((abs(one - other) / max(1.0, abs(one)) for one, other in unlike), default=math.inf)
+
+
+def _floats(path: str, shown: str) -> tuple[float, ...]:
+    """Reads a float, or a column of them. Raises ValueError for anything else."""
+    if COLUMN.fullmatch(path) and shown.startswith('"'):
+        data = base64.b64decode(json.loads(shown), validate=True)
+        return struct.unpack(f"<{len(data) // 4}f", data[: len(data) // 4 * 4])
+    if not re.fullmatch(r"-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?", shown) or shown.lstrip("-").isdigit():
+        raise ValueError(shown)
+    return (float(shown),)
 
 
 def _walk(base: Any, new: Any, path: str) -> Iterator[tuple[str, str, str]]:

@@ -1,7 +1,8 @@
 """Writes the OpenAPI document: the bodies that routes parse themselves, and every status that a route can answer."""
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -61,10 +62,9 @@ class Schemas:
         self._keyed = True
         return {"security": [{BEARER: []}]}
 
-    def _add(self, model: type[BaseModel], mode: Any) -> str:
-        schema = model.model_json_schema(ref_template=REF, mode=mode)
-        title = str(schema["title"])
-        for name, found in {**schema.pop("$defs", {}), title: schema}.items():
+    def _add(self, model: type[BaseModel], mode: Literal["validation", "serialization"]) -> str:
+        title, schemas = schemas_of(model, mode)
+        for name, found in schemas.items():
             if self._found.setdefault(name, found) != found:
                 raise ValueError(f"Two different models of bodies are called {name}.")
         return REF.format(model=title)
@@ -85,6 +85,14 @@ class Schemas:
         if self._keyed:
             schema["components"]["securitySchemes"] = {BEARER: {"type": "http", "scheme": "bearer"}}
         return schema
+
+
+@cache
+def schemas_of(model: type[BaseModel], mode: Literal["validation", "serialization"]) -> tuple[str, dict[str, Any]]:
+    """Returns the name of a model in the document, and the schemas of it and of all that it refers to, by name."""
+    schema = model.model_json_schema(ref_template=REF, mode=mode)
+    title = str(schema["title"])
+    return title, {**schema.pop("$defs", {}), title: schema}
 
 
 def path_parameter(name: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import time
 
 FULL_EVERY_S = 10.0  # between collections of everything
 SWITCH_S = 1e-4  # until a thread that wants the lock is given it
+HELD_GENERATION = 2  # collected before objects are frozen: everything
 
 _lock = threading.Lock()
 _holders = 0
@@ -27,7 +28,7 @@ def hold() -> None:
         if _holders == 1:
             _switch_s = sys.getswitchinterval()
             sys.setswitchinterval(SWITCH_S)
-            gc.collect()
+            gc.collect(HELD_GENERATION)
             gc.freeze()
             gc.disable()
 

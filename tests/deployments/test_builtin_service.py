@@ -18,6 +18,8 @@ from engine.model.checkpoint import BUILTIN
 from engine.tokenizer.tokenizer import Tokenizer
 from tools.builtin_model import evaluate, grammar, vocabulary
 
+pytestmark = pytest.mark.full  # in the fast tier: the same answers from one engine, in tests/engine/builtin
+
 PROMPTS = 50
 AT_ONCE = 16
 NEW = 24
@@ -76,7 +78,6 @@ def generated(library: Any, prompt: Sequence[int]) -> list[int]:
     return [int(token) for token in out[0, len(prompt) :]]
 
 
-@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("pool", ["large", "tiny"])
 async def test_greedy_completions_are_those_of_the_library(
     pool: str, clients: dict[str, Client], library: Any, tokenizer: Tokenizer

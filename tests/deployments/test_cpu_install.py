@@ -21,7 +21,8 @@ def run(request: str, planted: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("request_kind", ["score", pytest.param("completion", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("request_kind", ["score", "completion"])
 def test_service_answers_without_triton(request_kind: str) -> None:
     done = run(request_kind)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -117,6 +117,7 @@ async def compare_generations(count: int, *sizes: int) -> None:
         assert await at_once(engine, requests, max(sizes)) == alone
 
 
+@pytest.mark.full
 async def test_generations_have_the_same_bits_at_one_two_and_four_at_once() -> None:
     await compare_generations(4, 2, 4)
 

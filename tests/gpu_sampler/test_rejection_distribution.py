@@ -172,7 +172,7 @@ def test_planted_fault_is_rejected(planted: Planted, monkeypatch: pytest.MonkeyP
     assert planted.p_value() < DISTRIBUTION_ALPHA
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @each_fault
 def test_rows_that_show_the_fault_have_their_distribution_without_it(planted: Planted) -> None:
     assert planted.p_value() > DISTRIBUTION_ALPHA

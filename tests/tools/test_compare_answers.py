@@ -1,6 +1,9 @@
 """Recordings of answers: what changes from run to run is no difference, and every planted change is one."""
 
+import base64
 import json
+import math
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +150,39 @@ def test_a_changed_digit_of_a_stream_is_a_difference() -> None:
     [difference] = found(change)
     assert difference.where == "stream.choices.0.logprobs.token_logprobs[0]"
     assert (difference.base, difference.new) == ("-0.5", "-0.50")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rounded"),
+    [
+        ("0.12345678901234566", "0.12344", True),
+        ("0.12345678901234566", "0.12335", False),
+        ("0.12345678901234566", "0", False),
+        ('"index":0', '"index":1', False),
+    ],
+)
+def test_floats_within_rounding_are_one_difference_of_their_own(old: str, new: str, rounded: bool) -> None:
+    [difference] = found(body_change("score", old, new))
+    assert (difference.where == "body (rounding)") is rounded
+    if rounded:
+        assert (difference.base, difference.new) == ("1 values", "1.7e-05")
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ((-12.0, 1.00001), "body (rounding)"),
+        ((-12.0, 1.0001), "body.columns.score"),
+        ((math.nan, 1.0), "body.columns.score"),
+    ],
+)
+def test_columns_are_compared_as_floats(values: tuple[float, float], where: str) -> None:
+    def column(*floats: float) -> str:
+        data = base64.b64encode(struct.pack("<2f", *floats)).decode()
+        return json.dumps({"columns": {"score": data}})
+
+    base, new = ([replace(answers(0)["score"], body=column(*floats))] for floats in ((-12.0, 1.0), values))
+    assert [one.where for one in compare(base, new)] == [where]
 
 
 @pytest.mark.parametrize("missing", range(6))

@@ -141,11 +141,13 @@ def run(*arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.full
 def test_walks_are_no_longer_than_their_limits(walks: dict[str, Walk]) -> None:
     assert excess(walks["score"], MAX_SCORE_FILES, MAX_SCORE_CLASSES) == []
     assert excess(walks["completion"], MAX_COMPLETION_FILES, None) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["score", "completion"])
 def test_a_walk_goes_through_every_room_from_http_to_the_model(walks: dict[str, Walk], name: str) -> None:
     rooms = [visit.room for visit in walks[name].files]
@@ -252,6 +254,7 @@ def test_limits_are_inclusive() -> None:
     assert excess(walk, 0, 0) == ["A walk may cross at most 0 files. Given: 1."]
 
 
+@pytest.mark.full
 def test_a_report_reads_in_order(walks: dict[str, Walk]) -> None:
     walk = walks["score"]
     lines = report("score", walk).splitlines()

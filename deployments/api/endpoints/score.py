@@ -29,7 +29,7 @@ from deployments.api.schemas.chat import Message
 from deployments.api.schemas.known_fields import REFUSED, is_neutral
 from deployments.api.schemas.pooling import PoolingInput
 from deployments.api.schemas.score import ScoreBody
-from deployments.errors import invalid
+from deployments.errors import describe, invalid
 from deployments.protocol import ModelCard
 from scoring.labels import check_label_ids
 from scoring.normalize import score_items
@@ -67,7 +67,7 @@ async def scoring(handler: RequestHandler, context: RequestContext) -> Response:
         return await _messages(handler, context, body, body.messages)
     for name in CHAT_FIELDS:
         if not is_neutral(getattr(body, name), REFUSED[name]):
-            raise invalid(name, "absent without `messages`", "given")
+            raise invalid(name, "absent without `messages`", describe(getattr(body, name)))
     sides = _sides(body)
     if sides is not None:
         return await _pairs(handler, context, body, sides)
@@ -80,13 +80,14 @@ def _sides(body: ScoreBody) -> Sides | None:
     if not given:
         for name in OF_PAIRS:
             if getattr(body, name) is not None:
-                raise invalid(name, "absent beside `items`: it belongs to `text_1` and `text_2`", "given")
+                absent = "absent beside `items`: it belongs to `text_1` and `text_2`"
+                raise invalid(name, absent, describe(getattr(body, name)))
         return None
     first, second = given[0]
     others = [*OF_ITEMS, *(name for pair in given[1:] for name in pair)]
     for name in others:
         if getattr(body, name) is not None:
-            raise invalid(name, f"absent beside `{first}` and `{second}`", "given")
+            raise invalid(name, f"absent beside `{first}` and `{second}`", describe(getattr(body, name)))
     queries, texts = getattr(body, first), getattr(body, second)
     for name, value in ((first, queries), (second, texts)):
         if value is None:
@@ -156,7 +157,7 @@ def _pair_spec(
     handler: RequestHandler, body: ScoreBody, template: Template | None, query: str, sides: Sides
 ) -> PromptSpec:
     if template is None and body.instruction is not None:
-        raise invalid("instruction", "absent: the model's head reads the two texts alone", "given")
+        raise invalid("instruction", "absent: the model's head reads the two texts alone", describe(body.instruction))
     maximum = body.truncate_prompt_tokens
     capped = body.max_tokens_per_doc is not None or maximum is not None
     values = {"query": query, "instruction": body.instruction, "system": None}

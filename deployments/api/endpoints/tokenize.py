@@ -13,7 +13,7 @@ from deployments.api.handler import TEXT_COST, RequestHandler, check_ids
 from deployments.api.prompt_formats import chat_source
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.info import DetokenizeRequest, TokenizeRequest
-from deployments.errors import invalid, too_many_tokens
+from deployments.errors import describe, invalid, too_many_tokens
 from engine.tokenizer.tokenizer import TooManyTokens
 
 LIMIT = "max_tokenize_tokens"
@@ -42,7 +42,7 @@ async def _prompt_ids(handler: RequestHandler, body: TokenizeRequest) -> list[in
         raise invalid("prompt", "given, or `messages`", "neither")
     for field in CHAT_FIELDS:
         if getattr(body, field) is not None:
-            raise invalid(field, "absent without `messages`", "given")
+            raise invalid(field, "absent without `messages`", describe(getattr(body, field)))
     special = body.add_special_tokens is not False
     size = TEXT_COST * len(body.prompt)
     encode, maximum = handler.tokenizer.encode_batch, handler.limits[LIMIT]

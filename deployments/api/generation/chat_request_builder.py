@@ -22,7 +22,7 @@ from deployments.api.schemas.chat import ChatRequest, Message
 from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.api.schemas.info import TokenizeRequest
 from deployments.api.schemas.pooling import PoolingInput
-from deployments.errors import ApiError, invalid
+from deployments.errors import ApiError, describe, invalid
 from deployments.protocol import ModelCard
 from gpu_sampler.sampling_params import SamplingParams
 from scoring.chat_template import ChatTemplate, RenderedPart, encode_parts
@@ -124,7 +124,7 @@ def _logprobs(handler: RequestHandler, body: ChatRequest) -> int | None:
     maximum = handler.limits["max_logprobs"]
     for field, value in (("top_logprobs", body.top_logprobs), ("logprob_token_ids", body.logprob_token_ids)):
         if value and not body.logprobs:
-            raise invalid(field, "absent without `logprobs`", "given")
+            raise invalid(field, "absent without `logprobs`", describe(value))
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= maximum:
         raise invalid("top_logprobs", f"in [0, {maximum}]", str(body.top_logprobs))
     return (body.top_logprobs or 0) if body.logprobs else None

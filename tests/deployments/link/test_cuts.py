@@ -211,6 +211,7 @@ async def test_a_cut_in_the_middle_of_a_frame_changes_no_answer(world: World, cu
 
 
 @pytest.mark.risk("R1", planted=True)
+@pytest.mark.full
 async def test_a_stream_that_began_again_with_its_first_token_would_be_seen(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

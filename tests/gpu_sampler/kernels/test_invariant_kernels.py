@@ -171,6 +171,7 @@ def test_attention_is_that_of_the_reference(heads: Heads, dtype: torch.dtype, de
             row += 1
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("heads", LAYERS[:2])
 def test_a_token_attends_with_the_same_bits_in_any_step(heads: Heads, device: str) -> None:
     """Alone, in chunks of any size, beside others, and with its context shared among programs."""
