@@ -171,35 +171,31 @@ class RequestHandler:
         return body
 
     def _parse(self, data: bytes, model: type[B]) -> B:
-        value = self._json(data.removeprefix(BOM_UTF8))
-        if not isinstance(value, dict):
-            raise ApiError("invalid_json", "The body must be a JSON object.")
+        value = self._json_object(data.removeprefix(BOM_UTF8))
         try:
             return model.model_validate(value, context={"limits": self.limits})
         except ValidationError as error:
             raise from_validation(error) from None
 
-    def _json(self, data: bytes) -> Any:
+    def _json_object(self, data: bytes) -> dict[str, Any]:
         """Parses a body, a large one in pieces. Raises ApiError for one that is wrong or beyond the limits."""
+        large = json_body.is_large(data, self._json_limits)
         try:
-            if json_body.is_large(data, self._json_limits):
-                return json_body.read(data, self._json_limits)
-            value = from_json(data, allow_inf_nan=False)
+            value = json_body.read(data, self._json_limits) if large else from_json(data, allow_inf_nan=False)
         except json_body.TooDeep:
             raise too_deep(self._json_limits.depth) from None
         except json_body.TooManyValues as error:
-            maximum = self.limits[error.limit]
-            message = (
-                f"The body must have at most {maximum} {error.kind} (`limits.{error.limit}`). Send less in one request."
-            )
-            raise ApiError("body_too_large", message) from None
+            bound = f"{self.limits[error.limit]} {error.kind} (`limits.{error.limit}`)"
+            raise ApiError("body_too_large", f"The body must have at most {bound}. Send less in one request.") from None
         except ValueError as error:  # it tells the place, and nothing of the text
-            small = len(data) <= json_body.PIECE_BYTES
-            place = lone_surrogate(data) if small and "hex escape" in str(error) else None
+            place = lone_surrogate(data) if not large and "hex escape" in str(error) else None
             hint = f" `{place}` has half of a surrogate pair, which is no character." if place else ""
             message = f"The body must be JSON in UTF-8, with finite numbers: {error}.{hint}"
             raise ApiError("invalid_json", message, place) from None
-        check_depth(value, self._json_limits.depth)
+        if not isinstance(value, dict):
+            raise ApiError("invalid_json", "The body must be a JSON object.")
+        if not large:
+            check_depth(value, self._json_limits.depth)
         return value
 
     def deadline(self, context: RequestContext, default_s: float) -> "Deadline":

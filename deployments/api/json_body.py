@@ -67,7 +67,7 @@ def read(data: bytes, limits: JsonLimits) -> Any:
 
     Args:
         data: JSON in UTF-8.
-        limits: What it may hold.
+        limits: Bounds of its depth and of its values.
 
     Raises:
         TooDeep: It is nested too deeply.
