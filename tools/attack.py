@@ -288,7 +288,11 @@ def costly(routes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         "/tokenize": [{"prompt": text, "return_token_strs": True} for text in texts],
         "/detokenize": [{"tokens": [token] * 100_000} for token in (5, 300)],
         "/v1/completions": [{"prompt": "a", **generation}, {"prompt": "a", "stream": True, **generation}]
-        + [{"prompt": text, "max_tokens": 1} for text in texts],
+        + [{"prompt": text, "max_tokens": 1} for text in texts]
+        + [
+            {"prompt": "a", "max_tokens": 1, "user": user}
+            for user in ([0.5] * 500_000, [[]] * 500_000, ["a"] * 500_000)
+        ],
         "/v1/chat/completions": [{"messages": MESSAGES, **chat}],
         "/generative_scoring": [
             {"query": "a", "items": ["a"] * 1000, "label_token_ids": list(range(50)), "layout": layout}

@@ -54,6 +54,8 @@ LIMITS: dict[str, str] = {
     "max_headers": "Headers of a request.",
     "max_header_bytes": "Bytes of all headers of a request.",
     "max_json_depth": "Nesting of a JSON body.",
+    "max_json_values": "Entries of all lists and objects of a JSON body, counted by their commas.",
+    "max_json_containers": "Lists, objects and names of fields of a JSON body.",
     "max_prompts": "Prompts of a completion request.",
     "max_messages": "Messages of a chat request.",
     "max_rows": "Sequences of a request: prompts times `n`, or items.",
@@ -96,7 +98,8 @@ ERRORS: dict[Code, tuple[str, str]] = {  # when, what to do
     "method_not_allowed": ("The route has another method.", "Use the method in the `allow` header."),
     "deadline_exceeded": ("The request's deadline passed.", "Send less, or allow more time up to `deadlines.max_s`."),
     "body_too_large": (
-        "The body has more bytes than `limits.max_body_bytes`, or than `limits.max_tokenize_bytes` on those routes.",
+        "The body has more bytes than `limits.max_body_bytes`, or than `limits.max_tokenize_bytes` on those routes, or "
+        "its JSON has more values than `limits.max_json_values` or `limits.max_json_containers`.",
         "Split the request.",
     ),
     "request_too_large": ("The request is over a limit of items, sequences, tokens or answer size.", "Split it."),

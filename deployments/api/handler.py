@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from deployments.api import json_body
 from deployments.api.json_answer import AnswerTooLarge, JsonResponse, encode
 from deployments.api.middleware import Answer, internal_error
 from deployments.api.prompt_formats import chat_source, compile_chat, decision_prompts, option_limits
@@ -72,6 +73,8 @@ class RequestHandler:
         self.rerank = choose_rerank_prompt(self.templates, tokenizer, settings)
         self.decisions = decision_prompts(tokenizer, settings, self.chat)
         self.limits = settings.limits.flat() | option_limits(self.decisions, settings.limits)
+        wire = settings.limits.wire
+        self._json_limits = json_body.JsonLimits(wire.max_json_depth, wire.max_json_values, wire.max_json_containers)
         self._card: ModelCard | None = None
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="assay-text")
 
@@ -168,20 +171,32 @@ class RequestHandler:
         return body
 
     def _parse(self, data: bytes, model: type[B]) -> B:
+        value = self._json_object(data.removeprefix(BOM_UTF8))
         try:
-            value = from_json(data.removeprefix(BOM_UTF8), allow_inf_nan=False)
+            return model.model_validate(value, context={"limits": self.limits})
+        except ValidationError as error:
+            raise from_validation(error) from None
+
+    def _json_object(self, data: bytes) -> dict[str, Any]:
+        """Parses a body, a large one in pieces. Raises ApiError for one that is wrong or beyond the limits."""
+        large = json_body.is_large(data, self._json_limits)
+        try:
+            value = json_body.read(data, self._json_limits) if large else from_json(data, allow_inf_nan=False)
+        except json_body.TooDeep:
+            raise too_deep(self._json_limits.depth) from None
+        except json_body.TooManyValues as error:
+            bound = f"{self.limits[error.limit]} {error.kind} (`limits.{error.limit}`)"
+            raise ApiError("body_too_large", f"The body must have at most {bound}. Send less in one request.") from None
         except ValueError as error:  # it tells the place, and nothing of the text
-            place = lone_surrogate(data) if "hex escape" in str(error) else None
+            place = lone_surrogate(data) if not large and "hex escape" in str(error) else None
             hint = f" `{place}` has half of a surrogate pair, which is no character." if place else ""
             message = f"The body must be JSON in UTF-8, with finite numbers: {error}.{hint}"
             raise ApiError("invalid_json", message, place) from None
         if not isinstance(value, dict):
             raise ApiError("invalid_json", "The body must be a JSON object.")
-        check_depth(value, self.limits["max_json_depth"])
-        try:
-            return model.model_validate(value, context={"limits": self.limits})
-        except ValidationError as error:
-            raise from_validation(error) from None
+        if not large:
+            check_depth(value, self._json_limits.depth)
+        return value
 
     def deadline(self, context: RequestContext, default_s: float) -> "Deadline":
         """Returns a block's deadline. When it is over, the block is cancelled and ApiError (408) is raised.
@@ -329,6 +344,11 @@ def lone_surrogate(data: bytes) -> str | None:
     return None
 
 
+def too_deep(maximum: int) -> ApiError:
+    """Returns the error for a body that is nested too deeply."""
+    return ApiError("invalid_json", f"The body must be nested at most {maximum} levels deep.")
+
+
 def check_depth(value: object, maximum: int) -> None:
     """Raises ApiError if parsed JSON is nested more than `maximum` levels deep."""
     level: list[Any] = [value]
@@ -336,7 +356,7 @@ def check_depth(value: object, maximum: int) -> None:
     while level:
         depth += 1
         if depth > maximum:
-            raise ApiError("invalid_json", f"The body must be nested at most {maximum} levels deep.")
+            raise too_deep(maximum)
         inner: list[Any] = []
         for node in level:
             children = node.values() if isinstance(node, dict) else node

@@ -15,6 +15,9 @@ import httpx
 import psutil
 import pytest
 
+from tests.deployments.fleets import make_fleet as make_fleet
+from tests.deployments.fleets import path as path
+
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 READY_S = 900.0  # on a machine that does other things too
 STEP_S = "0.005"  # of the toy model: requests then last long enough to be in the middle of something

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from engine.scheduler.fair_queue import FairQueue
-from tests.deployments.fleets import make_fleet as make_fleet  # a fixture
 
 pytestmark = pytest.mark.slow
 SMALL = 200

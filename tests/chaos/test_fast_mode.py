@@ -78,8 +78,9 @@ class Fast(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[Fast]:
-    file, port = on_a_free_port("cpu.yaml", folder, ingress={"count": INGRESSES})
+def serving(folder: Path, **sections: dict[str, Any]) -> Iterator[Fast]:
+    """Fast mode with the built-in model, and with some sections of its configuration changed."""
+    file, port = on_a_free_port("cpu.yaml", folder, ingress={"count": INGRESSES}, **sections)
     fast = _start(file, folder / "log.txt", port)
     try:
         yield fast

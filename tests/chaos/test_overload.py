@@ -13,7 +13,6 @@ import pytest
 from benchmarks.service.bench_overload import is_sound
 from benchmarks.support.open_loop import Reply, capacity, fire, summary
 from engine.scheduler.request_tracker import RequestTracker
-from tests.deployments.fleets import make_fleet as make_fleet  # a fixture
 
 pytestmark = pytest.mark.slow
 SECONDS = 20.0

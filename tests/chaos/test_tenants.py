@@ -17,7 +17,6 @@ from deployments.auth.api_keys import ApiKey, digest_of, domain_of
 from deployments.auth.authenticator import Authenticator, AuthSettings
 from deployments.config.settings import ApiSettings
 from tests.deployments.clients import Client
-from tests.deployments.fleets import make_fleet as make_fleet  # a fixture
 from tests.support.toy_model import ByteTokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
-from deployments.api import handler
+from deployments.api import handler, json_body
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import ApiSettings, ChatSettings, SamplingDefaults
@@ -92,10 +92,9 @@ async def ask_with(app: FastAPI, path: str, data: bytes) -> Cost:
     return Cost(status, len(data), answered, time.process_time() - began, beginning.decode("utf-8", "replace"))
 
 
-async def longest_pause(app: FastAPI, path: str, body: dict[str, Any]) -> tuple[float, list[Cost]]:
+async def longest_pause(app: FastAPI, path: str, data: bytes) -> tuple[float, list[Cost]]:
     """Seconds that a timer of the loop was late beside ten such requests, the best of some tries."""
     best, found = float("inf"), list[Cost]()
-    data = encoded(body)  # before: the client's work would stop the loop
     for _ in range(TRIES):
         late = 0.0
         asked = asyncio.gather(*(ask_with(app, path, data) for _ in range(TOGETHER)))
@@ -156,7 +155,7 @@ TEN: dict[str, tuple[str, dict[str, Any], int]] = {
 @pytest.mark.parametrize("name", TEN)
 async def test_the_loop_turns_beside_ten_texts_at_the_limit(api: Callable[..., FastAPI], name: str) -> None:
     path, body, status = TEN[name]
-    pause, costs = await longest_pause(api(), path, body)
+    pause, costs = await longest_pause(api(), path, encoded(body))
     print(f"R3 ten times {name}: longest pause {1e3 * pause:.0f} ms, {costs[0]}")
     assert {cost.status for cost in costs} == {status}
     assert pause < MAX_PAUSE_S
@@ -170,8 +169,52 @@ async def test_without_limits_and_pieces_the_loop_would_stop(
     monkeypatch.setattr(handler, "encode", lambda body, maximum: [to_json(body)])
     unlimited = api(max_tokenize_bytes=1 << 30, max_tokenize_tokens=1 << 30, max_answer_bytes=1 << 40)
     body = {"prompt": "\u0301" * 1_500_000, "return_token_strs": True}
-    pause, costs = await longest_pause(unlimited, "/tokenize", body)
+    pause, costs = await longest_pause(unlimited, "/tokenize", encoded(body))
     assert {cost.status for cost in costs} == {200} and pause > MAX_PAUSE_S
+
+
+def filled_with(entry: str, count: int) -> bytes:
+    """A body of one long list, near the limit of its bytes or of its entries."""
+    size = WIRE.max_body_bytes - 4096
+    entries = min(count, size // (len(entry.encode()) + 1)) * [entry]
+    return ('{"prompt": "a", "max_tokens": 1, "user": [' + ",".join(entries) + "]}").encode()
+
+
+LARGE: dict[str, bytes] = {
+    "numbers": filled_with("0.1234567", WIRE.max_json_values - 8),
+    "numbers beyond the limit": filled_with("0.5", 10 * WIRE.max_json_values),
+    "lists": filled_with("[]", WIRE.max_json_containers - 8),
+    "lists beyond the limit": filled_with("[]", 10 * WIRE.max_json_containers),
+    "objects": filled_with('{"a":0}', WIRE.max_json_containers // 2 - 8),
+    "names": filled_with('"a"', 1).replace(
+        b'["a"]', b"{" + b",".join(b'"%d":0' % n for n in range(WIRE.max_json_containers - 8)) + b"}"
+    ),
+    "texts": filled_with('"a red chair, sturdy and old, of dark wood and of Lisbon"', WIRE.max_json_values),
+    "one text": filled_with('"' + "\u0301" * (WIRE.max_body_bytes // 2 - 4096) + '"', 1),
+    "escapes": filled_with('"' + '\\"' * (WIRE.max_body_bytes // 2 - 4096) + '"', 1),
+    "half of a pair": filled_with('"\\ud800", "' + "a" * 1000 + '"', WIRE.max_json_values),
+}
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.risk("R3")
+@pytest.mark.parametrize("name", LARGE)
+async def test_the_loop_turns_beside_ten_bodies_at_the_limit(api: Callable[..., FastAPI], name: str) -> None:
+    pause, costs = await longest_pause(api(), "/v1/completions", LARGE[name])
+    print(f"R3 ten bodies of {name}: longest pause {1e3 * pause:.0f} ms, {costs[0]}")
+    assert {cost.status for cost in costs} <= {200, 400, 413}
+    assert pause < MAX_PAUSE_S
+
+
+@pytest.mark.full
+@pytest.mark.risk("R3", planted=True)
+@pytest.mark.parametrize("name", ["numbers", "lists"])
+async def test_bodies_read_in_one_call_would_be_seen(
+    api: Callable[..., FastAPI], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(json_body, "read", lambda data, limits: from_json(data))
+    pause, _ = await longest_pause(api(), "/v1/completions", LARGE[name])
+    assert pause > MAX_PAUSE_S
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -70,6 +70,11 @@ def nested(levels: int) -> Any:
     return [nested(levels - 1)] if levels > 1 else []
 
 
+def marks(body: dict[str, Any], chars: str) -> int:
+    """How many of these characters are in the JSON of a body whose texts have none."""
+    return sum(map(json.dumps(body).count, chars))
+
+
 def ids(k: int) -> list[int]:
     return list(range(k))
 
@@ -123,6 +128,14 @@ CASES = [
     *cases("max_json_depth", 4, (400, "invalid_json"), [
         (COMPLETIONS, None, lambda k: COMPLETION | {"user": nested(k - 1)}),
         ("/v1/rerank", None, lambda k: RERANK | {"a": nested(k - 1)}),
+    ]),
+    *cases("max_json_values", 30, (413, "body_too_large"), [
+        (COMPLETIONS, None, lambda k: COMPLETION | {"user": [0] * (k - marks(COMPLETION, ","))}),
+        ("/v1/rerank", None, lambda k: RERANK | {"a": [0] * (k - marks(RERANK, ","))}),
+    ]),
+    *cases("max_json_containers", 30, (413, "body_too_large"), [
+        (COMPLETIONS, None, lambda k: COMPLETION | {"user": [[]] * (k - 2 - marks(COMPLETION, "[{:"))}),
+        ("/v1/rerank", None, lambda k: RERANK | {"a": [{}] * (k - 2 - marks(RERANK, "[{:"))}),
     ]),
     *cases("max_prompts", 3, INVALID, [
         (COMPLETIONS, "prompt", lambda k: COMPLETION | {"prompt": ["a"] * k}),

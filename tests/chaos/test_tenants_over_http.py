@@ -1,0 +1,142 @@
+"""R17 over the whole service with the built-in model, in default and in fast mode: what one key asks for, within its
+limits, and the small requests of another key beside it."""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+
+from deployments.auth.api_keys import digest_of
+from tests.chaos import test_fast_mode
+from tests.served import served
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+START_S = 600.0
+KEYS = {"heavy": "h" * 40, "light": "l" * 40}
+AUTH = {
+    "mode": "keys",
+    "keys": [
+        {"name": name, "sha256": digest_of(key.encode()).hex(), "scopes": ["inference"]} for name, key in KEYS.items()
+    ],
+}
+MAX_WAIT_S = 2.0
+MAX_RATIO = 3.0
+IDLE = 100
+LANES = 2
+PAUSE_S = 0.03
+Request = tuple[str, dict[str, Any]]
+GENERATION = {"prompt": "a red chair", "ignore_eos": True}
+ITEMS = {"query": "a red chair", "items": [f"item {n} of wood" for n in range(4_000)], "label_token_ids": [65, 66]}
+LOADS: dict[str, list[Request]] = {
+    "4 of n = 128": [("/v1/completions", GENERATION | {"n": 128, "max_tokens": 120})] * 4,
+    "64 streams with 20 log-probabilities": [
+        ("/v1/completions", GENERATION | {"max_tokens": 600, "logprobs": 20, "stream": True})
+    ]
+    * 64,
+    "600 small generations": [
+        ("/v1/completions", GENERATION | {"prompt": f"chair {n}", "max_tokens": 20}) for n in range(600)
+    ],
+    "4,000 items": [("/generative_scoring", ITEMS)] * 2,
+}
+
+
+class Seen(NamedTuple):
+    """Statuses, and seconds, of the small requests."""
+
+    statuses: Counter[int]
+    seconds: list[float]
+
+    @property
+    def p99_s(self) -> float:
+        return float(np.quantile(self.seconds, 0.99))
+
+
+@contextlib.contextmanager
+def service(mode: str, folder: Path) -> Iterator[str]:
+    if mode == "fast":
+        with test_fast_mode.serving(folder, auth=AUTH) as fast:
+            yield fast.url
+    else:
+        with served("cpu.yaml", folder, START_S, auth=AUTH) as url:
+            yield url
+
+
+def small(number: int) -> Request:
+    if number % 2:
+        return "/v1/completions", {"prompt": f"lamp {number}", "max_tokens": 5, "ignore_eos": True}
+    return "/generative_scoring", {"query": f"lamp {number}", "items": ["an old lamp"], "label_token_ids": [65, 66]}
+
+
+async def ask(http: httpx.AsyncClient, request: Request) -> tuple[int, float]:
+    path, body = request
+    began = time.monotonic()
+    answer = await http.post(path, json=body)
+    return answer.status_code, time.monotonic() - began
+
+
+async def lights(http: httpx.AsyncClient, until: "asyncio.Future[Any] | None" = None) -> Seen:
+    """Small requests in a few lanes: `IDLE` of them, or as long as the load runs."""
+    found, numbers = list[tuple[int, float]](), itertools.count()
+
+    async def lane() -> None:
+        for number in numbers:  # all lanes take from the same
+            if number >= IDLE if until is None else until.done():
+                return
+            found.append(await ask(http, small(number)))
+            await asyncio.sleep(PAUSE_S)
+
+    await asyncio.gather(*(lane() for _ in range(LANES)))
+    return Seen(Counter(status for status, _ in found), [seconds for _, seconds in found])
+
+
+async def beside(url: str, name: str, key: str) -> tuple[Seen, Seen]:
+    """The small requests of a key, alone and beside the load of the heavy one."""
+
+    def client(key: str) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None)
+        headers = {"authorization": f"Bearer {KEYS[key]}"}
+        return httpx.AsyncClient(base_url=url, headers=headers, timeout=300, trust_env=False, limits=limits)
+
+    async with client("heavy") as heavy, client(key) as light:
+        await lights(light)  # the first are slow for reasons of their own
+        idle = await lights(light)
+        load = asyncio.gather(*(ask(heavy, request) for request in LOADS[name]))
+        await asyncio.sleep(0.3)  # until it runs
+        began = time.monotonic()
+        found = await lights(light, load)
+        statuses = Counter(status for status, _ in await load)
+    print(
+        f"R17 {name}, key {key}: {len(found.seconds)} small requests in {time.monotonic() - began:.1f} s, statuses "
+        f"{dict(found.statuses)}, longest {max(found.seconds):.2f} s, p99 {1e3 * found.p99_s:.0f} ms, idle "
+        f"{1e3 * idle.p99_s:.0f} ms; statuses of the load {dict(statuses)}"
+    )
+    return idle, found
+
+
+def fair(idle: Seen, found: Seen) -> bool:
+    """The goal: none refused, none waits longer than `MAX_WAIT_S`, p99 within `MAX_RATIO` of idle."""
+    ratio = found.p99_s / idle.p99_s
+    return found.statuses.keys() == {200} and max(found.seconds) < MAX_WAIT_S and ratio <= MAX_RATIO
+
+
+@pytest.mark.risk("R17")
+@pytest.mark.parametrize("mode", ["default", "fast"])
+def test_one_keys_load_neither_refuses_nor_delays_another(mode: str, tmp_path: Path) -> None:
+    with service(mode, tmp_path) as url:
+        found = {name: asyncio.run(beside(url, name, "light")) for name in LOADS}
+    assert [name for name, (idle, busy) in found.items() if not fair(idle, busy)] == []
+
+
+@pytest.mark.risk("R17", planted=True)
+def test_small_requests_of_the_same_key_would_be_seen_to_wait(tmp_path: Path) -> None:
+    """The planted fault: one queue for all."""
+    with service("default", tmp_path) as url:
+        assert not fair(*asyncio.run(beside(url, "4 of n = 128", "heavy")))

@@ -1,0 +1,111 @@
+"""A body that is read in pieces is what the parser makes of it at once; limits are counted before anything is made."""
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic_core import from_json
+
+from deployments.api import json_body
+from deployments.api.json_body import JsonLimits, TooDeep, TooManyValues, read
+
+LIMITS = JsonLimits(depth=64, values=100_000, containers=100_000)
+TEXTS = st.text(st.sampled_from('ab"\\,:[]{}\u0301\U0001f600 \n'), max_size=12)
+NUMBERS = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXTS,
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(TEXTS, inner, max_size=6),
+    max_leaves=40,
+)
+SPACES = st.sampled_from([None, 0, 1, 5])
+PIECES = st.integers(1, 40)
+BROKEN = st.text(st.sampled_from('{}[],:"\\ a1e.-'), max_size=24)
+
+
+def outcome(parse: Callable[[bytes], Any], data: bytes) -> Any:
+    """What is made, in words that tell 1 from 1.0 and true; None where the body is refused."""
+    try:
+        return repr(parse(data))
+    except ValueError:
+        return None
+
+
+def at_once(data: bytes) -> Any:
+    return from_json(data, allow_inf_nan=False)
+
+
+def in_pieces(size: int, data: bytes) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_body, "PIECE_BYTES", size)
+        return read(data, LIMITS)
+
+
+@given(value=VALUES, spaces=SPACES, ascii_only=st.booleans(), size=PIECES)
+def test_pieces_make_what_one_call_makes(value: Any, spaces: int | None, ascii_only: bool, size: int) -> None:
+    data = json.dumps(value, indent=spaces, ensure_ascii=ascii_only).encode()
+    assert repr(in_pieces(size, data)) == repr(at_once(data))
+
+
+@given(value=VALUES, size=PIECES, place=st.floats(0, 1), cut=st.integers(0, 3), more=BROKEN)
+def test_what_one_call_refuses_is_refused_in_pieces(value: Any, size: int, place: float, cut: int, more: str) -> None:
+    whole = json.dumps(value).encode()
+    at = int(place * len(whole))
+    data = whole[:at] + more.encode() + whole[at + cut :]
+    assert outcome(lambda body: in_pieces(size, body), data) == outcome(at_once, data)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", " ", "[", "]", "[,]", "[1,]", "[,1]", "[1,,2]", "[1 2]", "[1],[2]", "{},{}", "{\"a\":1,}", "{,\"a\":1}",
+        "{\"a\":1,,\"b\":2}", "{\"a\"}", "{\"a\":}", "{1:2}", "[1}", "{\"a\":1]", "[[1,2},3]", "[1,2],3", "[\"\\\"]",
+        "[\"\\\\\",1]", "{\"a\":1,\"a\":2}", "{\"a\":[1,2],\"b\":3,\"a\":[4,5]}", "[NaN]", "[1e999]", "[\"\\ud800\"]",
+        "[ ]", "[          ]", "{          }", "[[          ],[ ]]", "\"[1,2,3],[4,5]\"", "[1,2]x", "x[1,2]",
+    ],
+)  # fmt: skip
+def test_grammar_is_the_parsers(text: str, size: int) -> None:
+    assert outcome(lambda body: in_pieces(size, body), text.encode()) == outcome(at_once, text.encode())
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b'{"a":' + b"[" * 64 + b"]" * 64 + b"}", TooDeep),
+        (b"[" + b"0," * 100_001 + b"0]", TooManyValues),
+        (b"[" + b"[]," * 99_999 + b"[]]", TooManyValues),
+        (b"{" + b",".join(b'"%d":0' % n for n in range(100_000)) + b"}", TooManyValues),
+    ],
+)
+def test_limits_are_counted_before_anything_is_made(data: bytes, error: type[Exception]) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(error):
+            read(data, LIMITS)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 12_000_000
+    deeper = JsonLimits(depth=65, values=100_001, containers=100_001)
+    assert read(data, deeper) == from_json(data)
+
+
+def test_an_error_tells_its_place_and_no_text() -> None:
+    data = b'{"items": [' + b'"secret", ' * 20_000 + b'"a" "b"' + b', "secret"' * 20_000 + b"]}"
+    with pytest.raises(ValueError, match=r"expected `,` or `]`.*, in bytes \d+ to \d+") as caught:
+        read(data, LIMITS)
+    assert "secret" not in str(caught.value)
+    start, end = (int(word) for word in str(caught.value).replace("to", "").split()[-2:])
+    assert start <= data.index(b'"a" "b"') <= end
+
+
+def test_a_search_that_forgets_strings_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: commas in texts are cuts."""
+    monkeypatch.setattr(json_body, "QUOTE", 0)
+    data = b'["a,b","c"]'
+    assert outcome(at_once, data) is not None
+    assert outcome(lambda body: in_pieces(2, body), data) is None
