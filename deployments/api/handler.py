@@ -2,21 +2,20 @@
 
 import asyncio
 import functools
-import json
 import logging
-from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deployments.api.json_answer import AnswerTooLarge, JsonResponse, encode
+from deployments.api.json_body import read_object
 from deployments.api.middleware import Answer, internal_error
 from deployments.api.prompt_formats import chat_source, compile_chat, decision_prompts, option_limits
 from deployments.api.request_context import ClientGone, ClientWatch, RequestContext, context_of, deadline_exceeded
@@ -25,7 +24,7 @@ from deployments.api.schemas.fields import Body
 from deployments.api.schemas.known_fields import HARMLESS, REFUSED, Neutral, is_neutral
 from deployments.auth.authenticator import Authenticator
 from deployments.config.settings import ApiSettings
-from deployments.errors import ApiError, as_api_error, from_validation, path_of, unsupported
+from deployments.errors import ApiError, as_api_error, from_validation, unsupported
 from deployments.observability.ingress_metrics import IngressMetrics, Stage, StageTimer
 from deployments.protocol import Backend, ModelCard
 from deployments.time_limit import TimeLimit
@@ -168,16 +167,7 @@ class RequestHandler:
         return body
 
     def _parse(self, data: bytes, model: type[B]) -> B:
-        try:
-            value = from_json(data.removeprefix(BOM_UTF8), allow_inf_nan=False)
-        except ValueError as error:  # it tells the place, and nothing of the text
-            place = lone_surrogate(data) if "hex escape" in str(error) else None
-            hint = f" `{place}` has half of a surrogate pair, which is no character." if place else ""
-            message = f"The body must be JSON in UTF-8, with finite numbers: {error}.{hint}"
-            raise ApiError("invalid_json", message, place) from None
-        if not isinstance(value, dict):
-            raise ApiError("invalid_json", "The body must be a JSON object.")
-        check_depth(value, self.limits["max_json_depth"])
+        value = read_object(data, model.item_fields, self.limits["max_json_depth"])
         try:
             return model.model_validate(value, context={"limits": self.limits})
         except ValidationError as error:
@@ -312,37 +302,6 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int, *, text: bool = F
     problem = token_id_problem(field, ids, vocab_size, text=text)
     if problem:
         raise ApiError("invalid_token_id", problem, field)
-
-
-def lone_surrogate(data: bytes) -> str | None:
-    """Returns the place of the first string with half of a surrogate pair, as JavaScript makes it of a cut text."""
-    try:
-        nodes: list[tuple[tuple[int | str, ...], Any]] = [((), json.loads(data))]
-    except (ValueError, RecursionError):
-        return None
-    while nodes:
-        place, node = nodes.pop()
-        if isinstance(node, str) and any("\ud800" <= char <= "\udfff" for char in node):
-            return path_of(place) or "body"
-        children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-        nodes += reversed([((*place, key), child) for key, child in children])
-    return None
-
-
-def check_depth(value: object, maximum: int) -> None:
-    """Raises ApiError if parsed JSON is nested more than `maximum` levels deep."""
-    level: list[Any] = [value]
-    depth = 0
-    while level:
-        depth += 1
-        if depth > maximum:
-            raise ApiError("invalid_json", f"The body must be nested at most {maximum} levels deep.")
-        inner: list[Any] = []
-        for node in level:
-            children = node.values() if isinstance(node, dict) else node
-            if not {dict, list}.isdisjoint(map(type, children)):
-                inner.extend(child for child in children if isinstance(child, dict | list))
-        level = inner
 
 
 def undeclared_fields(body: Body, refused: Mapping[str, Neutral], prefix: str = "") -> list[str]:
