@@ -8,14 +8,19 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 NAME = r"[\x21-\x7e]+"
 
 
-def _check_name(given: object) -> object:
-    """Refuses a string that is no name in words, where the pattern would be shown as it is."""
-    if isinstance(given, str) and not re.fullmatch(NAME, given):
-        raise ValueError("It must be of 1 to 256 characters of ASCII, without spaces.")
-    return given
+def matches(pattern: str, words: str) -> BeforeValidator:
+    """Returns a validator that refuses strings in words, where pydantic shows the pattern that they do not match."""
+
+    def check(given: object) -> object:
+        if isinstance(given, str) and not re.fullmatch(pattern, given):
+            raise ValueError(words)
+        return given
+
+    return BeforeValidator(check)
 
 
-Name = Annotated[str, BeforeValidator(_check_name), Field(min_length=1, max_length=256, pattern=f"^{NAME}$")]
+_check_name = matches(NAME, "It must be of 1 to 256 characters of ASCII, without spaces.")
+Name = Annotated[str, _check_name, Field(min_length=1, max_length=256, pattern=f"^{NAME}$")]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 

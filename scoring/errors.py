@@ -41,6 +41,10 @@ class ItemError(NamedTuple):
     code: ScoreCode
     message: str
 
+    def under(self, name: str, other: str) -> "ItemError":
+        """Returns the error with `other` in place of the item's name."""
+        return self._replace(message=self.message.replace(f"`{name}`", f"`{other}`"))
+
 
 NONFINITE = ItemError(
     ScoreCode.NONFINITE_LOGITS, "The model gave no finite number for this item. Its neighbours are unaffected."

@@ -3,7 +3,7 @@
 Shape legend: N documents.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -93,14 +93,17 @@ def relevance(odds: Float64s) -> Float64s:
     return sigmoid(odds)
 
 
-def ranked(scores: Float64s, top_n: int | None) -> list[Ranked]:
+def ranked(scores: Float64s, top_n: int | None, failed: Collection[int] = ()) -> list[Ranked]:
     """Orders documents by score, best first, equal ones in the request's order.
 
     Args:
         scores: The score of each document, [N].
         top_n: How many to return; None and 0 mean all.
+        failed: Documents without a score, which are left out.
     """
     order = np.argsort(-scores, kind="stable")
+    if failed:
+        order = order[~np.isin(order, list(failed))]
     if top_n:
         order = order[:top_n]
     return [Ranked(index, score) for index, score in zip(order.tolist(), scores[order].tolist(), strict=True)]

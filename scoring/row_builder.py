@@ -31,6 +31,7 @@ class FieldNames(NamedTuple):
     items: str = "items"
     item_tokens: str = "max_item_tokens"
     query_tokens: str = "max_query_tokens"
+    query: str = "query"
 
 
 DEFAULT_FIELD_NAMES = FieldNames()
@@ -100,25 +101,26 @@ def unshared(rows: ScoringRows, keep: int = 0) -> ScoringRows:
 
 
 def joined(parts: Sequence[ScoringRows], field: str) -> ScoringRows:
-    """Returns the rows of several requests of one item each as those of one request, which share nothing.
+    """Returns the rows of several requests as those of one request, which share nothing.
 
     Args:
         parts: The requests' rows.
         field: Name of the items, which errors repeat with the item's place.
     """
     whole = [unshared(one) for one in parts]
-    errors = {
-        index: error._replace(message=error.message.replace(f"`{field}[0]`", f"`{field}[{index}]`"))
-        for index, one in enumerate(parts)
-        for error in one.errors.values()
-    }
+    first = offsets([len(one.truncated) for one in parts]).tolist()  # item of each part, in the whole
+
     return ScoringRows(
         prefix=np.zeros(0, np.int32),
         ids=np.concatenate([one.ids for one in whole]),
-        starts=offsets([len(one.ids) for one in whole if len(one.items)]),
-        items=[index for index, one in enumerate(whole) if one.items],
+        starts=offsets([int(size) for one in whole for size in np.diff(one.starts)]),
+        items=[index + by for one, by in zip(whole, first, strict=False) for index in one.items],
         truncated=[cut for one in parts for cut in one.truncated],
-        errors=errors,
+        errors={
+            index + by: error.under(f"{field}[{index}]", f"{field}[{index + by}]")
+            for one, by in zip(parts, first, strict=False)
+            for index, error in one.errors.items()
+        },
         suffix=parts[0].suffix,
         texts={},
         segments=np.concatenate([one.segments for one in whole]),
@@ -180,10 +182,10 @@ class RowBuilder:
     ) -> None:
         """Encodes the query. Raises ScoringError for a query that is wrong or leaves no room."""
         self.tokenizer = tokenizer
-        self.items = items
         self.spec = spec
         self.limits = limits
         self.errors: dict[int, ItemError] = {}
+        self.items = self._readable(items)
         self.texts: dict[int, str] = {}
         self.max_row_tokens = min(limits.max_model_len, spec.max_row_tokens or limits.max_model_len)
         self.query_text, self.query = self._encode_query(query)
@@ -226,6 +228,19 @@ class RowBuilder:
             f"`{self.spec.names.items}[{index}]` and the query must not both be empty. Given: no tokens.",
         )
 
+    def _readable(self, items: Items) -> Items:
+        """Returns the items with "" in place of texts that are no Unicode, which fail."""
+        found: list[str] = []
+        for index, item in enumerate(items):
+            if not isinstance(item, str):
+                return items
+            if not _is_unicode(item):
+                message = f"`{self.spec.names.items}[{index}]` must be Unicode text. Given: half of a surrogate pair."
+                self.errors[index] = ItemError(ScoreCode.INVALID_VALUE, message)
+                item = ""
+            found.append(item)
+        return found
+
     def check_total(self, given: int) -> None:
         """Raises ScoringError if the rows have too many tokens together."""
         check_tokens(given, self.limits.max_request_tokens, self.spec.names.items)
@@ -233,9 +248,10 @@ class RowBuilder:
     def _take_out(self, head: list[int], parts: dict[int, list[int]]) -> None:
         """Takes out the rows with ids of a text that the model lacks. Raises ScoringError if the query has them."""
         vocab_size = self.limits.vocab_size
-        problem = token_id_problem("query", head, vocab_size, text=True)
+        name = self.spec.names.query
+        problem = token_id_problem(name, head, vocab_size, text=True)
         if problem:
-            raise ScoringError(ScoreCode.INVALID_TOKEN_ID, problem, "query")
+            raise ScoringError(ScoreCode.INVALID_TOKEN_ID, problem, name)
         for index, part in tuple(parts.items()):
             problem = token_id_problem(f"{self.spec.names.items}[{index}]", part, vocab_size, text=True)
             if problem:
@@ -290,7 +306,7 @@ class RowBuilder:
     def _query_too_long(self, given: int) -> ScoringError:
         advice = f"Shorten it or set `{self.spec.names.query_tokens}`."
         rule = f"leave room in {self.max_row_tokens} tokens. Given: {given}. {advice}"
-        return refusal("query", rule, ScoreCode.CONTEXT_LENGTH_EXCEEDED)
+        return refusal(self.spec.names.query, rule, ScoreCode.CONTEXT_LENGTH_EXCEEDED)
 
 
 class ConcatRowBuilder(RowBuilder):
@@ -473,7 +489,9 @@ class PairRowBuilder(RowBuilder):
     ) -> None:
         """Encodes the query. Raises ScoringError like RowBuilder, and for a tokenizer that joins no pairs."""
         if tokenizer.pair_frame is None or not isinstance(query, str):
-            raise refusal("query", "be a text that the model's tokenizer can join with another. Given: another one.")
+            raise refusal(
+                spec.names.query, "be a text that the model's tokenizer can join with another. Given: another one."
+            )
         super().__init__(tokenizer, query, items, replace(spec, add_special_tokens=False), limits)
         self.frame = tokenizer.pair_frame
 
@@ -487,6 +505,8 @@ class PairRowBuilder(RowBuilder):
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False, plain=True)
         self.check_total(len(texts) * min(len(self.query) + frame.size, room) + sum(map(len, encoded)))
         for index, item in enumerate(encoded):
+            if index in self.errors:
+                continue
             maximum = len(item) if spec.max_item_tokens is None else spec.max_item_tokens
             excess = max(len(item) - maximum, len(self.query) + len(item) - room)
             if excess > 0 and spec.truncate == "error":
@@ -577,6 +597,15 @@ def _kept_text(text: str, spans: list[tuple[int, int]], keep: int, side: Side) -
     if not keep:
         return ""
     return text[: spans[keep - 1][1]] if side == "right" else text[spans[len(spans) - keep][0] :]
+
+
+def _is_unicode(text: str) -> bool:
+    """Tells whether a text has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _common_prefix(rows: list[list[int]]) -> int:

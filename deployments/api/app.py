@@ -81,7 +81,7 @@ from engine.tokenizer.tokenizer import Tokenizer
 
 EXPOSED_HEADERS = (  # that a page of another origin may read
     "retry-after", "x-request-id", "x-client-request-id", "x-assay-request-id", "x-assay-ignored-fields",
-    "x-assay-queue-ms", "x-assay-compute-ms",
+    "x-assay-failed-items", "x-assay-queue-ms", "x-assay-compute-ms",
 )  # fmt: skip
 
 

@@ -2,22 +2,21 @@
 
 import asyncio
 import functools
-import json
 import logging
-from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.api import json_body
 from deployments.api.json_answer import AnswerTooLarge, JsonResponse, encode
+from deployments.api.json_body import read_object
+from deployments.api.json_pieces import JsonLimits
 from deployments.api.middleware import Answer, internal_error
 from deployments.api.prompt_formats import chat_source, compile_chat, decision_prompts, option_limits
 from deployments.api.request_context import ClientGone, ClientWatch, RequestContext, context_of, deadline_exceeded
@@ -26,7 +25,7 @@ from deployments.api.schemas.fields import Body
 from deployments.api.schemas.known_fields import HARMLESS, REFUSED, Neutral, is_neutral
 from deployments.auth.authenticator import Authenticator
 from deployments.config.settings import ApiSettings
-from deployments.errors import ApiError, as_api_error, from_validation, path_of, unsupported
+from deployments.errors import ApiError, as_api_error, from_validation, unsupported
 from deployments.observability.ingress_metrics import IngressMetrics, Stage, StageTimer
 from deployments.protocol import Backend, ModelCard
 from deployments.time_limit import TimeLimit
@@ -74,7 +73,7 @@ class RequestHandler:
         self.decisions = decision_prompts(tokenizer, settings, self.chat)
         self.limits = settings.limits.flat() | option_limits(self.decisions, settings.limits)
         wire = settings.limits.wire
-        self._json_limits = json_body.JsonLimits(wire.max_json_depth, wire.max_json_values, wire.max_json_containers)
+        self._json_limits = JsonLimits(wire.max_json_depth, wire.max_json_values, wire.max_json_containers)
         self._card: ModelCard | None = None
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="assay-text")
 
@@ -171,32 +170,11 @@ class RequestHandler:
         return body
 
     def _parse(self, data: bytes, model: type[B]) -> B:
-        value = self._json_object(data.removeprefix(BOM_UTF8))
+        value = read_object(data, model.item_fields, self._json_limits)
         try:
             return model.model_validate(value, context={"limits": self.limits})
         except ValidationError as error:
             raise from_validation(error) from None
-
-    def _json_object(self, data: bytes) -> dict[str, Any]:
-        """Parses a body, a large one in pieces. Raises ApiError for one that is wrong or beyond the limits."""
-        large = json_body.is_large(data, self._json_limits)
-        try:
-            value = json_body.read(data, self._json_limits) if large else from_json(data, allow_inf_nan=False)
-        except json_body.TooDeep:
-            raise too_deep(self._json_limits.depth) from None
-        except json_body.TooManyValues as error:
-            bound = f"{self.limits[error.limit]} {error.kind} (`limits.{error.limit}`)"
-            raise ApiError("body_too_large", f"The body must have at most {bound}. Send less in one request.") from None
-        except ValueError as error:  # it tells the place, and nothing of the text
-            place = lone_surrogate(data) if not large and "hex escape" in str(error) else None
-            hint = f" `{place}` has half of a surrogate pair, which is no character." if place else ""
-            message = f"The body must be JSON in UTF-8, with finite numbers: {error}.{hint}"
-            raise ApiError("invalid_json", message, place) from None
-        if not isinstance(value, dict):
-            raise ApiError("invalid_json", "The body must be a JSON object.")
-        if not large:
-            check_depth(value, self._json_limits.depth)
-        return value
 
     def deadline(self, context: RequestContext, default_s: float) -> "Deadline":
         """Returns a block's deadline. When it is over, the block is cancelled and ApiError (408) is raised.
@@ -327,42 +305,6 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int, *, text: bool = F
     problem = token_id_problem(field, ids, vocab_size, text=text)
     if problem:
         raise ApiError("invalid_token_id", problem, field)
-
-
-def lone_surrogate(data: bytes) -> str | None:
-    """Returns the place of the first string with half of a surrogate pair, as JavaScript makes it of a cut text."""
-    try:
-        nodes: list[tuple[tuple[int | str, ...], Any]] = [((), json.loads(data))]
-    except (ValueError, RecursionError):
-        return None
-    while nodes:
-        place, node = nodes.pop()
-        if isinstance(node, str) and any("\ud800" <= char <= "\udfff" for char in node):
-            return path_of(place) or "body"
-        children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-        nodes += reversed([((*place, key), child) for key, child in children])
-    return None
-
-
-def too_deep(maximum: int) -> ApiError:
-    """Returns the error for a body that is nested too deeply."""
-    return ApiError("invalid_json", f"The body must be nested at most {maximum} levels deep.")
-
-
-def check_depth(value: object, maximum: int) -> None:
-    """Raises ApiError if parsed JSON is nested more than `maximum` levels deep."""
-    level: list[Any] = [value]
-    depth = 0
-    while level:
-        depth += 1
-        if depth > maximum:
-            raise too_deep(maximum)
-        inner: list[Any] = []
-        for node in level:
-            children = node.values() if isinstance(node, dict) else node
-            if not {dict, list}.isdisjoint(map(type, children)):
-                inner.extend(child for child in children if isinstance(child, dict | list))
-        level = inner
 
 
 def undeclared_fields(body: Body, refused: Mapping[str, Neutral], prefix: str = "") -> list[str]:

@@ -1,168 +1,123 @@
-"""Reads a large JSON body in pieces: other threads run between two of them.
+"""Reads a request's body as JSON. Its errors name the place, and nothing of the text."""
 
-The parser holds the interpreter for as long as one call takes: 0.1 to 2 s for a body of 16 MB, whichever thread calls
-it. Here numpy first finds the commas outside of strings and counts what would be made; then runs of entries are parsed
-one after another and put into the list or the object that holds them.
+import json
+from codecs import BOM_UTF8
+from collections.abc import Collection, Iterator
+from typing import Any, NoReturn
 
-Each piece is parsed by the parser itself, and cuts are commas. Thus a wrong body has a wrong piece, and right pieces
-make what one call of the parser would make, wherever the cuts are.
-"""
-
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 from pydantic_core import from_json
 
-PIECE_BYTES = 131_072  # that one call of the parser reads, if entries are no larger
-BLANK = b" \t\n\r"
-QUOTE, COMMA, COLON = b'",:'
-DEEPER = np.zeros(256, np.int8)  # by byte: how much deeper its successor is
-DEEPER[list(b"[{")] = 1
-DEEPER[list(b"]}")] = -1
-IS_MARK = DEEPER != 0
-IS_MARK[[QUOTE, COMMA, COLON]] = True
-NAME = re.compile(rb'[ \t\n\r]*("(?:[^"\\]|\\.){0,4096}")[ \t\n\r]*:', re.DOTALL)
+from deployments.api import json_pieces
+from deployments.api.json_pieces import JsonLimits, TooDeep, TooManyValues
+from deployments.errors import ApiError, path_of
+
+HALF = "\ud800"
+"""Stands for an item with half of a surrogate pair, which is no Unicode text: it fails where items are tokenised."""
+
+Place = tuple[int | str, ...]
 
 
-class TooDeep(ValueError):
-    """Says that lists and objects are nested more deeply than allowed."""
+class Parser:
+    """Parses JSON. `half` is the error of the first text with half of a surrogate pair, which passes."""
+
+    half: ValueError | None = None
+
+    def __call__(self, text: bytes) -> Any:
+        """Returns the value. Raises ValueError with the place, and nothing of the text."""
+        try:
+            return from_json(text, allow_inf_nan=False)
+        except ValueError as error:
+            if "hex escape" not in str(error):
+                raise
+            try:
+                value = json.loads(text, parse_constant=_refuse)
+            except (ValueError, RecursionError):
+                raise error from None
+            self.half = self.half or error
+            return value
 
 
-class TooManyValues(ValueError):
-    """Says that a body has more values than allowed, by the name of the limit, and tells their kind."""
+def read_object(data: bytes, items: Collection[str], limits: JsonLimits) -> dict[str, Any]:
+    """Parses a JSON object in UTF-8, with finite numbers; a large one in pieces.
 
-    def __init__(self, limit: str, kind: str) -> None:
-        super().__init__(limit)
-        self.limit = limit
-        self.kind = kind
-
-
-@dataclass(frozen=True, slots=True)
-class JsonLimits:
-    """Limits what a body holds.
-
-    Args:
-        depth: Levels of lists and objects.
-        values: Entries of lists and objects, counted by their commas.
-        containers: Lists, objects and names of fields, which take several times as long and as much as a number.
-    """
-
-    depth: int
-    values: int
-    containers: int
-
-
-def is_large(data: bytes, limits: JsonLimits) -> bool:
-    """Returns whether a body must be read in pieces, or may have more than the limits allow."""
-    if len(data) > PIECE_BYTES or data.count(b",") > limits.values:
-        return True
-    return len(data) > limits.containers and sum(map(data.count, (b"[", b"{", b":"))) > limits.containers
-
-
-def read(data: bytes, limits: JsonLimits) -> Any:
-    """Parses a body as one call of the parser would, in pieces of about `PIECE_BYTES`.
+    JavaScript makes half of a surrogate pair of a text that it cuts inside a character. No string of a request may hold
+    one, but where the route's items can fail alone, only its item does.
 
     Args:
-        data: JSON in UTF-8.
+        data: The body, with or without a byte order mark.
+        items: Names of the lists whose entries can fail alone: an entry with half of a surrogate pair becomes HALF.
         limits: Bounds of its depth and of its values.
 
     Raises:
-        TooDeep: It is nested too deeply.
-        TooManyValues: It has too many values or containers.
-        ValueError: It is not JSON, or has a number that is not finite.
+        ApiError: The body is anything else (400), or has too many values (413).
     """
-    return _Reader(data, limits).value(0, len(data), 1)
-
-
-class _Reader:
-    """Holds a body, and the commas outside of its strings: their places [n] and how deep they are [n]."""
-
-    def __init__(self, data: bytes, limits: JsonLimits) -> None:
-        self._data = data
-        places, depths = [np.zeros(0, np.intp)], [np.zeros(0, np.int8)]
-        start = depth = values = containers = 0
-        quoted = False
-        while start < len(data):
-            piece = data[start : start + PIECE_BYTES]
-            if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the next byte is escaped
-                piece = data[start : start + PIECE_BYTES + 1]
-            chars = np.frombuffer(piece.replace(b"\\\\", b"__").replace(b'\\"', b"__"), np.uint8)
-            marks = np.flatnonzero(IS_MARK[chars])
-            quotes = chars[marks] == QUOTE
-            inside = np.logical_xor.accumulate(quotes) ^ quoted
-            quoted ^= bool(quotes.sum() % 2)
-            marks = marks[~(quotes | inside)]
-            kinds = chars[marks]
-            change = DEEPER[kinds]
-            levels = depth + np.cumsum(change, dtype=np.int64)
-            depth = int(levels[-1]) if len(levels) else depth
-            commas = kinds == COMMA
-            values += int(commas.sum())
-            containers += int((change > 0).sum() + (kinds == COLON).sum())
-            if levels.max(initial=0) > limits.depth:
-                raise TooDeep
-            if values > limits.values:
-                raise TooManyValues("max_json_values", "values")
-            if containers > limits.containers:
-                raise TooManyValues("max_json_containers", "lists, objects and names of fields")
-            places.append(marks[commas] + start)
-            depths.append(levels[commas].clip(-1, 127).astype(np.int8))
-            start += len(piece)
-        self._places, self._depths = np.concatenate(places), np.concatenate(depths)
-
-    def value(self, start: int, end: int, depth: int) -> Any:
-        """Parses the value at `start:end`, whose own entries are `depth` deep."""
-        text = self._data[start:end].strip(BLANK)
-        kind = text[:1] + text[-1:]
-        if len(text) <= PIECE_BYTES or kind not in (b"[]", b"{}") or not text[1:-1].strip(BLANK):
-            return _parse(text, start, end)
-        first = self._data.index(text[:1], start) + 1
-        runs = self._runs(first, first + len(text) - 2, depth)
-        return self._list(runs, depth) if kind == b"[]" else self._object(runs, depth)
-
-    def _list(self, runs: Iterator[tuple[int, int]], depth: int) -> list[Any]:
-        found: list[Any] = []
-        for start, end in runs:
-            if end - start > PIECE_BYTES:
-                found.append(self.value(start, end, depth + 1))
-            else:
-                found += self._parse_run(b"[%b]", start, end)
-        return found
-
-    def _object(self, runs: Iterator[tuple[int, int]], depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for start, end in runs:
-            name = NAME.match(self._data, start, end) if end - start > PIECE_BYTES else None
-            if name is None:
-                found |= self._parse_run(b"{%b}", start, end)
-            else:
-                found[_parse(name[1], start, end)] = self.value(name.end(), end, depth + 1)
-        return found
-
-    def _runs(self, start: int, end: int, depth: int) -> Iterator[tuple[int, int]]:
-        """Yields runs of entries of at most `PIECE_BYTES`, and larger entries alone."""
-        first, last = np.searchsorted(self._places, (start, end))
-        cuts = self._places[first:last][self._depths[first:last] == depth]
-        while end - start > PIECE_BYTES and len(cuts):
-            at = max(int(np.searchsorted(cuts, start + PIECE_BYTES, side="right")) - 1, 0)
-            yield start, int(cuts[at])
-            start, cuts = int(cuts[at]) + 1, cuts[at + 1 :]
-        yield start, end
-
-    def _parse_run(self, form: bytes, start: int, end: int) -> Any:
-        text = self._data[start:end]
-        if not text.strip(BLANK):  # a comma without an entry before or behind it
-            raise ValueError(f"expected value before byte {end}")
-        return _parse(form % text, start, end)
-
-
-def _parse(text: bytes, start: int, end: int) -> Any:
-    """Parses one piece. Raises ValueError with its place in the body."""
+    data, parse = data.removeprefix(BOM_UTF8), Parser()
+    large = json_pieces.is_large(data, limits)
     try:
-        return from_json(text, allow_inf_nan=False)
+        value = json_pieces.read(data, limits, parse) if large else parse(data)
+    except TooDeep:
+        raise _too_deep(limits.depth) from None
+    except TooManyValues as error:
+        raise ApiError("body_too_large", f"The body must have at most {error}. Send less in one request.") from None
     except ValueError as error:
-        reason = str(error).partition(" at line ")[0]
-        raise ValueError(f"{reason}, in bytes {start} to {end}") from None
+        raise _invalid(error) from None
+    place = _mark_halves(value, items) if parse.half else None
+    if place is not None:
+        raise _invalid(parse.half, place)
+    if not isinstance(value, dict):
+        raise ApiError("invalid_json", "The body must be a JSON object.")
+    if not large:
+        _check_depth(value, limits.depth)
+    return value
+
+
+def _invalid(error: ValueError | None, place: str | None = None) -> ApiError:
+    hint = f" `{place}` has half of a surrogate pair, which is no character." if place else ""
+    return ApiError("invalid_json", f"The body must be JSON in UTF-8, with finite numbers: {error}.{hint}", place)
+
+
+def _too_deep(maximum: int) -> ApiError:
+    return ApiError("invalid_json", f"The body must be nested at most {maximum} levels deep.")
+
+
+def _mark_halves(value: Any, items: Collection[str]) -> str | None:
+    """Puts HALF in place of each item with half of a surrogate pair. Returns the first other place of one."""
+    for place in [*_halves(value)]:
+        match place:
+            case (str(field), int(index), *_) if field in items:
+                value[field][index] = HALF
+            case _:
+                return path_of(place) or "body"
+    return None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError("A number must be finite.")
+
+
+def _halves(value: object) -> Iterator[Place]:
+    """Yields the places of strings with half of a surrogate pair, in order. The place of a name is its object's."""
+    nodes: list[tuple[Place, object]] = [((), value)]
+    while nodes:
+        place, node = nodes.pop()
+        names = [*node] if isinstance(node, dict) else [node] if isinstance(node, str) else []
+        if any("\ud800" <= char <= "\udfff" for name in names for char in name):
+            yield place
+        children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        nodes += reversed([((*place, key), child) for key, child in children])
+
+
+def _check_depth(value: object, maximum: int) -> None:
+    """Raises ApiError if parsed JSON is nested more than `maximum` levels deep."""
+    level: list[Any] = [value]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > maximum:
+            raise _too_deep(maximum)
+        inner: list[Any] = []
+        for node in level:
+            children = node.values() if isinstance(node, dict) else node
+            if not {dict, list}.isdisjoint(map(type, children)):
+                inner.extend(child for child in children if isinstance(child, dict | list))
+        level = inner

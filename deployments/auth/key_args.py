@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import fields
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import AwareDatetime, Field, model_validator
 
 from deployments.auth.api_keys import DIGEST, ApiKey, KeyLimits, Scope, domain_of
 from deployments.limits import PRIORITIES
-from deployments.section import Name, Section
+from deployments.section import Name, Section, matches
 
 HIDDEN = "(not shown)"
 
@@ -19,7 +19,7 @@ class KeyArgs(Section):
     name: Name
     """The client's name, which appears in no metric and no answer. Keys with the same name, as during a rotation, must
     have the same limits and share them and their part of the prefix cache."""
-    sha256: str = Field(pattern=f"^{DIGEST.pattern}$")
+    sha256: Annotated[str, matches(DIGEST.pattern, "It must be 64 hexadecimal digits in lower case.")]
     """SHA-256 of the key, 64 hexadecimal digits."""
     scopes: tuple[Scope, ...] = Field(default=("inference",), min_length=1)
     """`score`: the scoring routes; `generate`: completions and chat; `inference`: both; `metrics`: /metrics. Routes

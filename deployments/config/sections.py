@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from deployments.protocol import MAX_MICRO_BATCH
-from deployments.section import Name, Seconds, Section
+from deployments.section import Name, Seconds, Section, matches
 from engine.config import Costs, ModelConfig, Range
 from scoring.templates import PRESETS, TemplateSpec
 
@@ -25,7 +25,9 @@ def _check_origin(given: str) -> str:
 
 
 Origin = Annotated[str, AfterValidator(_check_origin)]
-FlagName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+FlagName = Annotated[
+    str, matches(r"[a-z][a-z0-9_]{0,63}", "It must be of 1 to 64 lower-case letters, digits and `_`, a letter first.")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

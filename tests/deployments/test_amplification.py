@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from pydantic_core import from_json, to_json
 
-from deployments.api import handler, json_body
+from deployments.api import handler, json_pieces
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import ApiSettings, ChatSettings, SamplingDefaults
@@ -212,7 +212,7 @@ async def test_the_loop_turns_beside_ten_bodies_at_the_limit(api: Callable[..., 
 async def test_bodies_read_in_one_call_would_be_seen(
     api: Callable[..., FastAPI], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(json_body, "read", lambda data, limits: from_json(data))
+    monkeypatch.setattr(json_pieces, "read", lambda data, limits, parse: from_json(data))
     pause, _ = await longest_pause(api(), "/v1/completions", LARGE[name])
     assert pause > MAX_PAUSE_S
 

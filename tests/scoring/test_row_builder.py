@@ -130,6 +130,15 @@ def test_a_bad_id_fails_its_item_only(tokens: Any) -> None:
         build(tokens, query=[1000], items=[[1]])
 
 
+@pytest.mark.parametrize("spec", [{}, {"seam": "joint"}, {"item_first": True}, {"max_item_tokens": 2}])
+def test_a_text_that_is_no_unicode_fails_its_item_only(tokens: Any, spec: dict[str, Any]) -> None:
+    rows = build(tokens, query="is it", items=["a cat", "half \ud83d", "", "\U0001f600"], **spec)
+    clean = build(tokens, query="is it", items=["a cat", "", "", "\U0001f600"], **spec)
+    assert rows_of(rows) == {item: row for item, row in rows_of(clean).items() if item != 1}
+    assert [(item, error.code) for item, error in rows.errors.items()] == [(1, ScoreCode.INVALID_VALUE)]
+    assert "half \ud83d" not in rows.errors[1].message
+
+
 def test_query_and_items_are_of_one_kind(tokens: Any) -> None:
     with pytest.raises(ScoringError, match="same kind"):
         build(tokens, query="q", items=[[1]])

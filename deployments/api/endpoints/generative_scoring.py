@@ -96,7 +96,7 @@ async def _score_labels(
         rows, reply.label_logprobs, reply.status, reply.cached, softmax=body.apply_softmax is not False, full=full
     )
     _check_items(body, scores.errors, rows.truncated)
-    report_items(handler, context, rows.truncated)
+    report_items(handler, context, rows.truncated, scores.errors)
     report_label_mass(handler, context, scores)
     size = scores.probabilities.nbytes
     return size, await handler.off_loop(size, _label_answer, handler, body, labels, scores)
@@ -119,7 +119,7 @@ async def _score_continuations(
     normalization = body.normalization or "none"
     items = await handler.off_loop(size, continuations.score_items, given, normalization, rows, reply)
     _check_items(body, items.errors, rows.truncated)
-    report_items(handler, context, rows.truncated)
+    report_items(handler, context, rows.truncated, items.errors)
     return size, await handler.off_loop(size, continuations.answer, body, rows, items)
 
 

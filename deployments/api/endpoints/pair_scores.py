@@ -6,15 +6,17 @@ prompt's text, an encoder after the pair as its tokenizer writes it, and a poole
 Shape legend: N pairs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from deployments.api.endpoints.pooling_common import pool_items, text_spec, with_prompt
+from deployments.api.endpoints.pooling_common import text_spec, with_prompt
 from deployments.api.endpoints.scoring_common import (
     check_items,
+    check_size,
     submit_pooling,
     submit_rows,
     text_label_ids,
@@ -23,13 +25,14 @@ from deployments.api.endpoints.scoring_common import (
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.api.rerank_prompt import CONFIGURATION, RerankPrompt, remedy
-from deployments.errors import ApiError
+from deployments.errors import ApiError, from_item_error
 from deployments.protocol import ModelCard
 from engine.model.heads.info import HeadInfo, HeadKind
 from engine.requests import RowStatus
 from scoring.activation import pooled_items
 from scoring.embeddings import cosines
-from scoring.normalize import Float64s, ItemScores, score_items
+from scoring.errors import ItemError, ScoreCode
+from scoring.normalize import Float64s, ItemScores, by_item, score_items
 from scoring.rerank import log_odds, relevance
 from scoring.row_builder import PromptSpec, ScoringRows, joined, unshared
 from scoring.templates import Template
@@ -38,13 +41,14 @@ COUNTS = (1, 2)  # labels that a language model's score may have: the logit of y
 
 
 class PairScores(NamedTuple):
-    """Holds the scores of N pairs that all succeeded."""
+    """Holds the scores of N pairs. The numbers of a text in `errors` are no scores."""
 
     raw: Float64s  # [N] log-odds, the head's number, or a cosine
     activated: Float64s  # [N] after the activation of the prompt; a cosine stays as it is
     truncated: list[int]  # [N] tokens cut off
     prompt_tokens: int
     cached_tokens: int
+    errors: Mapping[int, ItemError] = MappingProxyType({})  # of texts that the model cannot read
 
 
 def pair_template(handler: RequestHandler, card: ModelCard) -> Template | None:
@@ -122,6 +126,7 @@ async def score_pairs(
     spec_of: Callable[[str], PromptSpec],
     request_id: str,
     *,
+    all_or_nothing: bool = True,
     salt: str | None = None,
     priority: int | None = None,
 ) -> PairScores:
@@ -135,6 +140,7 @@ async def score_pairs(
         texts: The texts, [N].
         spec_of: Returns how a query is joined with texts.
         request_id: Id of the request.
+        all_or_nothing: A text that the model cannot read fails the request; else only if it can read none.
         salt: The request's `cache_salt`.
         priority: The request's `priority`.
 
@@ -144,8 +150,9 @@ async def score_pairs(
     """
     head = card.head
     if head is not None and head.kind is HeadKind.POOLED:
+        spec = spec_of(queries[0])
         return await _cosines(
-            handler, context, card, head, queries, texts, spec_of(queries[0]), request_id, salt, priority
+            handler, context, card, head, queries, texts, spec, request_id, all_or_nothing, salt, priority
         )
     specs = [replace(spec_of(query), pairs=head is not None and head.encoder) for query in queries]
     field = specs[0].names.items
@@ -155,16 +162,30 @@ async def score_pairs(
         each = zip(queries, texts, specs, strict=True)
         parts = [await tokenize_rows(handler, context, query, [text], spec, card) for query, text, spec in each]
         rows = joined(parts, field)
-    check_items(rows.errors, field)
+    unread = _unread_texts(rows, field, all_or_nothing)
     scores, raw = await _scored(handler, context, card, rows, specs[0], request_id, salt, priority)
-    check_items(scores.errors, field)
+    check_items({index: error for index, error in scores.errors.items() if index not in unread}, field)
     return PairScores(
         raw,
         raw if handler.rerank.activation == "none" else relevance(raw),
         rows.truncated,
         int(scores.prompt_tokens.sum()),
         int(scores.cached_tokens.sum()),
+        unread,
     )
+
+
+def _unread_texts(rows: ScoringRows, field: str, all_or_nothing: bool) -> dict[int, ItemError]:
+    """Returns the errors of the texts that the model cannot read, if others can be scored.
+
+    Raises:
+        ApiError: Every text failed, or one is too long to be scored whole, or one failed with `all_or_nothing`.
+    """
+    if all_or_nothing or not rows.items:
+        check_items(rows.errors, field)
+    too_long = ScoreCode.CONTEXT_LENGTH_EXCEEDED
+    check_items({index: error for index, error in rows.errors.items() if error.code is too_long}, field)
+    return rows.errors
 
 
 async def _scored(
@@ -177,7 +198,7 @@ async def _scored(
     salt: str | None,
     priority: int | None,
 ) -> tuple[ItemScores, Float64s]:
-    """Returns the scores of rows, and the log-odds or the model's own number of each, [N]."""
+    """Returns the scores of items, and the log-odds or the model's own number of each, [N]."""
     if card.head is not None:
         rows = unshared(rows) if card.head.whole_rows else rows
         pooled = await submit_pooling(handler, context, request_id, rows, card.head, salt=salt, priority=priority)
@@ -192,7 +213,7 @@ async def _scored(
         scores = pooled_items(rows, reply.label_logprobs, reply.status, reply.cached, "none")
         return scores, scores.probabilities[:, 0]
     scores = score_items(rows, reply.label_logprobs, reply.status, reply.cached, softmax=True, full=False)
-    return scores, log_odds(reply.label_logprobs)
+    return scores, by_item(rows, log_odds(reply.label_logprobs), np.float64)
 
 
 async def _cosines(
@@ -204,26 +225,44 @@ async def _cosines(
     texts: list[str],
     spec: PromptSpec,
     request_id: str,
+    all_or_nothing: bool,
     salt: str | None,
     priority: int | None,
 ) -> PairScores:
     """Compares vectors. The prompts that the model names `query` and `document` are written where it has them."""
     prompts = {} if head.embedding is None else dict(head.embedding.prompts)
     default = "" if head.embedding is None else prompts.get(head.embedding.default_prompt or "", "")
-    sides = [(list(queries), prompts.get("query", default)), (texts, prompts.get("document", default))]
-    items: list[str] = [str(text) for side, prompt in sides for text in with_prompt(side, prompt)]
-    whole = text_spec(
-        spec.names.items,
-        cut=spec.truncate == "item",
-        cut_field=spec.names.item_tokens,
-        maximum=spec.max_item_tokens,
-        side=spec.truncation_side,
-    )
-    found = await pool_items(handler, context, card, head, request_id, items, whole, salt=salt, priority=priority)
-    count, status = len(queries), found.reply.status
-    if status.any():
-        index = max(0, int(np.flatnonzero(status != RowStatus.OK)[0]) - count)
-        raise ApiError("nonfinite_logits", "The model's output was not finite.", f"{spec.names.items}[{index}]")
-    cosine = cosines(found.reply.values[:count], found.reply.values[count:])
-    tokens, cached = sum(found.rows.lengths()), int(found.reply.cached.sum())
-    return PairScores(cosine, cosine, found.rows.truncated[count:], tokens, cached)
+    names = spec.names
+
+    async def rows_of(side: list[str], prompt: str, field: str, cut_field: str, maximum: int | None) -> ScoringRows:
+        maxima = [one for one in (maximum, spec.max_row_tokens) if one is not None]
+        single = text_spec(
+            field,
+            cut=spec.truncate == "item",
+            cut_field=cut_field,
+            maximum=min(maxima, default=None),
+            side=spec.truncation_side,
+        )
+        return await tokenize_rows(handler, context, "", with_prompt(side, prompt), single, card)
+
+    first, own = prompts.get("query", default), prompts.get("document", default)
+    check_size(handler, len(queries) + len(texts), head.width, names.items)
+    asked = await rows_of([*queries], first, names.query, names.query_tokens, spec.max_query_tokens)
+    if asked.errors and len(queries) == 1:
+        raise from_item_error(asked.errors[0].under(f"{names.query}[0]", names.query), names.query)
+    check_items(asked.errors, names.query)
+    found = await rows_of(texts, own, names.items, names.item_tokens, spec.max_item_tokens)
+    unread = _unread_texts(found, names.items, all_or_nothing)
+    both = joined([asked, found], names.items)
+    reply = await submit_pooling(handler, context, request_id, both, head, salt=salt, priority=priority)
+    count = len(queries)
+    failed = np.flatnonzero(reply.status != RowStatus.OK)
+    if len(failed):
+        place = both.items[int(failed[0])] - count
+        field = names.query if place < 0 else f"{names.items}[{place}]"
+        raise ApiError("nonfinite_logits", "The model's output was not finite.", field)
+    vectors = reply.values[count:]
+    asked_of = reply.values[:1] if count == 1 else reply.values[:count][found.items]
+    cosine = by_item(found, cosines(asked_of, vectors), np.float64)
+    tokens, cached = sum(both.lengths()), int(reply.cached.sum())
+    return PairScores(cosine, cosine, found.truncated, tokens, cached, unread)

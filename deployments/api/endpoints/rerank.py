@@ -5,8 +5,7 @@ template's yes and no, or its single label, whose logit is the score. It builds 
 where the model has a pooling head.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from starlette.responses import Response
@@ -18,6 +17,7 @@ from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.rerank import RerankRequest
 from deployments.errors import describe, invalid
 from deployments.protocol import ModelCard
+from scoring.errors import ItemError
 from scoring.rerank import Ranked, document_text, ranked
 from scoring.row_builder import FieldNames, PromptSpec
 from scoring.templates import Template, fill
@@ -81,15 +81,27 @@ async def rank(
         documents.texts,
         spec_of,
         request_id,
+        all_or_nothing=False,
         salt=body.cache_salt,
         priority=body.priority,
     )
     top_n = None if body.texts is not None else body.top_n
-    order = ranked(scored.raw if _wants_raw(body) else scored.activated, top_n)
+    order = ranked(scored.raw if _wants_raw(body) else scored.activated, top_n, scored.errors)
     ranking = Ranking(request_id, order, scored.truncated, scored.prompt_tokens, scored.cached_tokens)
-    report_items(handler, context, scored.truncated)
+    report_items(handler, context, scored.truncated, scored.errors)
     size = context.body_bytes + ENTRY_BYTES * len(ranking.order)
-    return await handler.sized_json(context, size, partial(render, body, card, documents, ranking, context.route))
+
+    def make() -> Any:
+        answer = render(body, card, documents, ranking, context.route)
+        return answer | _failures(scored.errors) if isinstance(answer, dict) else answer
+
+    return await handler.sized_json(context, size, make)
+
+
+def _failures(errors: Mapping[int, ItemError]) -> dict[str, Any]:
+    """Returns the field of an answer that lists the documents without a score; no field if each has one."""
+    listed = [{"index": index, **error._asdict()} for index, error in sorted(errors.items())]
+    return {"errors": listed} if listed else {}
 
 
 def _documents(handler: RequestHandler, body: RerankRequest, route: str, field: str) -> Documents:

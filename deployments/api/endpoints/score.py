@@ -168,7 +168,7 @@ def _pair_spec(
         max_query_tokens=body.max_tokens_per_query,
         max_row_tokens=None if maximum == -1 else maximum,
         template=None if template is None else fill(template, values),
-        names=FieldNames(sides.second, "max_tokens_per_doc", "max_tokens_per_query"),
+        names=FieldNames(sides.second, "max_tokens_per_doc", "max_tokens_per_query", sides.first),
     )
 
 

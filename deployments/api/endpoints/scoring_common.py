@@ -1,13 +1,13 @@
 """Holds the steps that the scoring routes share: limits, rows, label ids, one request, the answer's layouts."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from deployments.api.handler import TEXT_COST, RequestHandler
+from deployments.api.handler import MAX_NAMED_FIELDS, TEXT_COST, RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.errors import ApiError, from_item_error
@@ -19,6 +19,8 @@ from scoring.labels import check_label_ids, label_ids
 from scoring.normalize import ItemScores
 from scoring.row_builder import Items, PromptLimits, PromptSpec, Query, ScoringRows, build_rows
 from scoring.templates import FilledTemplate, fill
+
+FAILED_ITEMS = "x-assay-failed-items"
 
 
 def check_size(handler: RequestHandler, items: int, labels: int, field: str) -> None:
@@ -204,9 +206,20 @@ def check_items(errors: Mapping[int, ItemError], field: str) -> None:
         raise from_item_error(errors[index], f"{field}[{index}]")
 
 
-def report_items(handler: RequestHandler, context: RequestContext, truncated: Sequence[int]) -> None:
-    """Reports to the observer how many items were scored, and how many of them were cut. `truncated`: tokens, [N]."""
+def report_items(
+    handler: RequestHandler, context: RequestContext, truncated: Sequence[int], failed: Collection[int] = ()
+) -> None:
+    """Reports to the observer how many items were scored, and how many of them were cut.
+
+    Args:
+        handler: Holds the observer.
+        context: The HTTP request, whose answer gets a header that names the first items that failed.
+        truncated: Tokens cut off each item, [N].
+        failed: The items that failed while others were scored.
+    """
     handler.observer.items(context.route, len(truncated), sum(cut > 0 for cut in truncated))
+    if failed:
+        context.headers[FAILED_ITEMS] = ", ".join(map(str, sorted(failed)[:MAX_NAMED_FIELDS]))
 
 
 def report_label_mass(handler: RequestHandler, context: RequestContext, scores: ItemScores) -> None:

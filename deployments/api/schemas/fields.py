@@ -24,6 +24,9 @@ class Body(BaseModel):
     refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Undeclared fields of a part that are refused, with the values that have no effect. See `known_fields`."""
 
+    item_fields: ClassVar[frozenset[str]] = frozenset()
+    """Lists whose entries can fail alone, so that a text that is no Unicode fails its entry and not the request."""
+
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=(), ser_json_inf_nan="null")
 
 

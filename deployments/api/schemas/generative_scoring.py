@@ -1,6 +1,6 @@
 """Declares the request and the answer of POST /generative_scoring."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
@@ -26,6 +26,8 @@ from scoring.loglikelihood import Continuations
 class ScoringRequest(Body):
     """Holds a scoring request: `query` and `items`, or one conversation in `messages`. `null` means absent except in
     `items`; only a template without a query needs none."""
+
+    item_fields: ClassVar[frozenset[str]] = frozenset(("items",))
 
     model: Name | None = None
     query: Annotated[str | list[int] | None, text_or_ids(null=True)] = None

@@ -1,6 +1,6 @@
 """Declares the request of the rerank routes, one for the dialects of several clients, and the answers of two."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, PlainValidator, ValidationInfo
 
@@ -18,6 +18,7 @@ from deployments.api.schemas.fields import (
     strings,
     text,
 )
+from deployments.api.schemas.generative_scoring import ItemFailure
 from deployments.errors import ErrorBody, describe
 
 Document = str | dict[str, Any]
@@ -89,6 +90,8 @@ class RerankRequest(Body):
     `null` means absent. `top_k` and `truncation` are Voyage's, `parameters` Pinecone's.
     """
 
+    item_fields: ClassVar[frozenset[str]] = frozenset(("documents", "texts"))
+
     model: Name | None = None
     query: Annotated[str, text_or_parts()]
     documents: Annotated[list[Document] | None, texts_or_objects("max_items")] = None
@@ -155,7 +158,19 @@ class RerankMeta(BaseModel):
     warnings: list[str] | None = None
 
 
-class RerankResponse(BaseModel):
+class DocumentFailure(ItemFailure):
+    """Says why the model cannot read a document, which `results` then lacks."""
+
+    index: int
+
+
+class Failures(BaseModel):
+    """Lists the documents without a score; absent where each has one."""
+
+    errors: list[DocumentFailure] | None = None
+
+
+class RerankResponse(Failures):
     """Lists the documents, best first, equal scores in the request's order."""
 
     id: str

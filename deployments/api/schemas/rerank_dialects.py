@@ -1,15 +1,17 @@
 """Declares the rerank requests and answers of Voyage, Mixedbread, Pinecone and Isaacus."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, RootModel
 
 from deployments.api.schemas.fields import Body, Count, Name, strings, text
-from deployments.api.schemas.rerank import Document, RerankResponse, TextRank, texts_or_objects
+from deployments.api.schemas.rerank import Document, Failures, RerankResponse, TextRank, texts_or_objects
 
 
 class MixedbreadRequest(Body):
     """Holds a request of POST /v1/reranking."""
+
+    item_fields: ClassVar[frozenset[str]] = frozenset(("input",))
 
     model: Name | None = None
     query: Annotated[str, text()]
@@ -21,6 +23,8 @@ class MixedbreadRequest(Body):
 
 class IsaacusRequest(Body):
     """Holds a request of POST /v1/rerankings."""
+
+    item_fields: ClassVar[frozenset[str]] = frozenset(("texts",))
 
     model: Name | None = None
     query: Annotated[str, text()]
@@ -38,7 +42,7 @@ class VoyageResult(BaseModel):
     document: str | None = None
 
 
-class VoyageResponse(BaseModel):
+class VoyageResponse(Failures):
     """Answers a request with `top_k` or `truncation` at /v1/rerank."""
 
     object: Literal["list"]
@@ -59,7 +63,7 @@ class MixedbreadUsage(BaseModel):
     total_tokens: int
 
 
-class MixedbreadResponse(BaseModel):
+class MixedbreadResponse(Failures):
     object: Literal["list"]
     model: str
     data: list[MixedbreadResult]
@@ -78,7 +82,7 @@ class RerankUnits(BaseModel):
     rerank_units: Literal[1]
 
 
-class PineconeResponse(BaseModel):
+class PineconeResponse(Failures):
     """Answers a request with the header `x-pinecone-api-version` at /rerank."""
 
     model: str
@@ -95,7 +99,7 @@ class InputTokens(BaseModel):
     input_tokens: int
 
 
-class IsaacusResponse(BaseModel):
+class IsaacusResponse(Failures):
     results: list[IsaacusResult]
     usage: InputTokens
 

@@ -275,12 +275,14 @@ class Rerank(ScoringRoute):
         return len(item if isinstance(item, str) else json.dumps(item))
 
     def lines(self, batch: Sequence[InputRecord], answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-        results = {result["index"]: result for result in _list_of(answer, "results", len(batch))}
-        if sorted(results) != list(range(len(batch))):
+        found = sorted([*answer["results"], *answer.get("errors", ())], key=lambda one: one["index"])
+        if [one["index"] for one in found] != list(range(len(batch))):
             raise ValueError("Every document is wanted once.")
         return [
-            self.line(record, {"score": found["relevance_score"], "truncated": "truncated" in found}, None)
-            for record, found in zip(batch, (results[index] for index in range(len(batch))), strict=True)
+            self.failed(record, one["code"], one["message"])
+            if "relevance_score" not in one
+            else self.line(record, {"score": one["relevance_score"], "truncated": "truncated" in one}, None)
+            for record, one in zip(batch, found, strict=True)
         ]
 
     def empty(self) -> dict[str, Any]:

@@ -247,3 +247,14 @@ async def test_too_many_rows_tokens_or_cells_are_refused_from_lengths_alone(clie
         found = await client.post("/v1/completions", {"prompt": "a", **body})
         assert (found.status_code, found.json()["error"]["param"]) == (413, param)
     assert not backend.tasks
+
+
+async def test_a_text_with_tokens_that_the_model_lacks_is_refused_as_text(client: Any, backend: Any) -> None:
+    """A tokenizer may have more ids than the model."""
+    backend.vocab_size = ord("c")
+    for prompt, place in (("abc", "prompt"), (["a", "abc"], "prompt[1]")):
+        body = {"prompt": prompt, "max_tokens": 1, "add_special_tokens": False}
+        found = await client.post("/v1/completions", body)
+        error = found.json()["error"]
+        assert (found.status_code, error["code"], error["param"]) == (422, "invalid_token_id", place)
+        assert f"`{place}` must be text without the tokens that the model lacks" in error["message"]

@@ -158,6 +158,15 @@ async def test_a_poisoned_item_fails_alone(toy_client: Any) -> None:
     assert await refusal(toy_client, **body, on_item_error="fail") == (500, "nonfinite_logits", "items[0]")
 
 
+@pytest.mark.parametrize("seam", ["concat", "joint"])
+async def test_an_item_that_is_no_unicode_fails_alone(toy_client: Any, seam: str) -> None:
+    given = {"query": "q", "continuations": [" a", " bc"], "seam": seam}
+    clean = (await toy_client.score(items=["x", "y"], **given))["data"]
+    rows = (await toy_client.score(items=["x", "cut \ud83d", "y"], **given))["data"]
+    assert [rows[0]["continuations"], rows[2]["continuations"]] == [row["continuations"] for row in clean]
+    assert rows[1]["continuations"] is None and "`items[1]` must be Unicode text" in rows[1]["error"]["message"]
+
+
 async def test_long_items_are_cut_so_that_every_continuation_fits(toy_client: Any) -> None:
     found = (await toy_client.score(query="q", items=["x" * 300, "y"], continuations=["abcdef", "g"]))["data"]
     assert [(row["truncated"], row["truncated_tokens"]) for row in found] == [(True, 108), (False, 0)]

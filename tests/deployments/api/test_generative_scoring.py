@@ -132,6 +132,30 @@ async def test_bad_items_are_reported_and_their_neighbours_scored(client: Any) -
     assert await refusal(client, query=[1], items=[[300], [-1]]) == (422, "invalid_token_id", "items[0]")
 
 
+@pytest.mark.risk("Q6")
+@pytest.mark.parametrize("more", [{}, {"seam": "joint"}, {"item_first": True}])
+async def test_an_item_that_is_no_unicode_fails_alone(client: Any, more: dict[str, Any]) -> None:
+    given = QUERY | more
+    clean = (await client.score(**given))["data"]
+    items = [*given["items"][:1], "cut \ud83d", *given["items"][1:]]
+    found = await client.post("/generative_scoring", given | {"items": items})
+    assert found.status_code == 200 and found.headers["x-assay-failed-items"] == "1"
+    rows = found.json()["data"]
+    assert rows[1]["score"] is None and rows[1]["error"] == {
+        "code": "invalid_value", "message": "`items[1]` must be Unicode text. Given: half of a surrogate pair."
+    }  # fmt: skip
+    assert [row | {"index": 0} for row in [rows[0], *rows[2:]]] == [row | {"index": 0} for row in clean]
+    whole = given | {"items": items, "on_item_error": "fail"}
+    assert await refusal(client, **whole) == (422, "invalid_value", "items[1]")
+
+
+async def test_a_text_with_tokens_that_the_model_lacks_fails_its_item(client: Any, backend: Any) -> None:
+    backend.vocab_size = ord("z")
+    rows = (await client.score(query="q", items=["a", "az"], label_token_ids=[5], add_special_tokens=False))["data"]
+    assert rows[0]["error"] is None and rows[1]["error"]["code"] == "invalid_token_id"
+    assert "`items[1]` must be text without the tokens that the model lacks" in rows[1]["error"]["message"]
+
+
 async def test_long_items_are_cut_and_say_so_or_are_refused(client: Any, backend: Any) -> None:
     backend.max_model_len = 20
     found = (await client.score(**QUERY | {"items": ["x" * 30, "y"]}))["data"]

@@ -394,14 +394,46 @@ async def test_pages_of_other_origins_may_not(client: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "place"),
+    ("path", "body", "place"),
     [
-        (rb'{"query":"a","documents":["b","c \ud83d"]}', "documents[1]"),
-        (rb'{"query":"\udc00","documents":["b"]}', "query"),
-        (rb'{"query":"a","documents":[{"text":"\ud83d"}]}', "documents[0].text"),
+        ("/v1/completions", rb'{"prompt":["a","b\ud83d"]}', "prompt[1]"),
+        ("/v1/chat/completions", rb'{"messages":[{"role":"user","content":"\udc00 a"}]}', "messages[0].content"),
+        ("/tokenize", rb'{"prompt":"\ud83d"}', "prompt"),
+        ("/v1/score", rb'{"query":"a","items":["b","\ud83d"],"label_token_ids":[5]}', "items[1]"),
+        ("/score", rb'{"text_1":"a","text_2":["b","\ud83d"]}', "text_2[1]"),
+        ("/v1/decisions", rb'{"input":"\ud83d","questions":[]}', "input"),
+        ("/v1/embeddings", rb'{"input":["a","\ud83d"]}', "input[1]"),
+        ("/generative_scoring", rb'{"query":"\ud83d","items":["\ud83d"],"label_token_ids":[5]}', "query"),
+        ("/generative_scoring", rb'{"query":"a","items":["b"],"labels":["\ud83d"]}', "labels[0]"),
+        ("/v1/rerank", rb'{"query":"\udc00","documents":["b"]}', "query"),
+        ("/v1/rerank", rb'{"query":"a","documents":["b"],"rank_fields":["\ud83d"]}', "rank_fields[0]"),
+        ("/v1/rerank", rb'{"query":"a","documents":["b"],"x":{"\ud83d":1}}', "x"),
+        ("/v1/rerank", rb'{"query":"a","\ud83d":1}', "body"),
+        ("/v1/rerank", rb'["\ud83d"]', "[0]"),
     ],
 )
-async def test_half_a_surrogate_pair_is_refused_with_its_place(client: Any, body: bytes, place: str) -> None:
-    error = (await client.post("/v1/rerank", body)).json()["error"]
-    assert (error["code"], error["param"]) == ("invalid_json", place)
+async def test_half_a_surrogate_pair_is_refused_with_its_place(client: Any, path: str, body: bytes, place: str) -> None:
+    found = await client.post(path, body)
+    error = found.json()["error"]
+    assert (found.status_code, error["code"], error["param"]) == (400, "invalid_json", place)
     assert f"`{place}` has half of a surrogate pair" in error["message"] and "line 1 column" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"query":"a","documents":["\ud83d","b"],"top_n":NaN}',
+        rb'{"query":"a","documents":["\ud83d","b"]',
+        rb'{"query":"a","documents":["\uZZ","b"]}',
+    ],
+)
+async def test_half_a_surrogate_pair_excuses_no_other_fault_of_the_json(client: Any, body: bytes) -> None:
+    error = (await client.post("/v1/rerank", body)).json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_json", None)
+
+
+async def test_whole_surrogate_pairs_are_their_character(client: Any) -> None:
+    escaped, plain = rb'{"prompt":"a \ud83d\ude00"}', {"prompt": "a \U0001f600"}
+    found = await client.post("/tokenize", escaped)
+    assert found.status_code == 200
+    assert found.json()["tokens"] == (await client.post("/tokenize", plain)).json()["tokens"]

@@ -184,6 +184,40 @@ async def test_vectors_score_pairs_by_their_cosine(client: Any, backend: Any, la
     assert [one["index"] for one in ranked["results"]] == np.argsort(-wanted).tolist()
 
 
+@pytest.mark.parametrize("head", [CROSS, VECTORS])
+async def test_a_document_that_is_no_unicode_is_left_out_of_a_ranking(
+    client: Any, backend: Any, head: HeadInfo
+) -> None:
+    backend.head = head
+    clean = await ask(client, "/v1/rerank", query="q", documents=["a", "bc"])
+    found = await ask(client, "/v1/rerank", query="q", documents=["\ud83d", "a", "bc"])
+    values = [(one["index"] - 1, one["relevance_score"]) for one in found["results"]]
+    assert values == [(one["index"], pytest.approx(one["relevance_score"])) for one in clean["results"]]
+    assert [one["index"] for one in found["errors"]] == [0]
+
+
+async def test_lengths_of_vectors_texts_are_counted_by_side(client_of: Any, backend: Any) -> None:
+    client = client_of(ApiSettings(truncation="error"))
+    backend.head, backend.max_model_len = VECTORS, 11
+    for body, place in (
+        ({"text_1": "much too long", "text_2": ["a"]}, "text_1"),
+        ({"text_1": ["a", "much too long"], "text_2": ["a", "b"]}, "text_1[1]"),
+        ({"text_1": "a", "text_2": ["b", "much too long"]}, "text_2[1]"),
+    ):
+        found = await client.post("/score", body)
+        error = found.json()["error"]
+        assert (found.status_code, error["param"]) == (400, place) and f"`{place}` must be at most" in error["message"]
+    backend.max_model_len = 99
+    query, text, prompt = "abcd", "efghijklmn", len("find: ") + 1  # with the token that begins each text
+    for caps, kept in (
+        ({"max_tokens_per_doc": 3, "max_tokens_per_query": prompt + 2}, (2, 2)),
+        ({"truncate_prompt_tokens": prompt + 1}, (1, prompt)),
+    ):
+        cut = await ask(client, "/score", text_1=query, text_2=[text], **caps)
+        short = await ask(client, "/score", text_1=query[: kept[0]], text_2=[text[: kept[1]]])
+        assert cut["data"][0]["score"] == short["data"][0]["score"] and cut["data"][0]["truncated"]
+
+
 async def test_a_language_model_scores_pairs_by_its_prompt(client_of: Any, backend: Any, label_logprob: Any) -> None:
     spec = TemplateSpec(prefix="{{ query }}|", suffix="?", labels=("y", "n"))
     client = client_of(ApiSettings(templates={"ask": spec}, rerank=RerankArgs(template="ask")))

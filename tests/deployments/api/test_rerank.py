@@ -264,6 +264,51 @@ async def test_control_strings_in_queries_and_documents_are_characters(client: A
     assert max(*task.prefix.tolist(), *task.ids.tolist()) < 256
 
 
+HALF = "cut \ud83d"  # as JavaScript makes it of a text that is cut inside a character
+UNREAD = "must be Unicode text. Given: half of a surrogate pair."
+
+
+@pytest.mark.risk("Q6")
+@pytest.mark.parametrize(
+    "bad", [HALF, {"text": HALF}, {"text": "a", "title": HALF}, {"text": "a", "more": [{HALF: 1}]}]
+)
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_document_that_is_no_unicode_fails_alone(client: Any, backend: Any, path: str, bad: Any) -> None:
+    clean = await ranks(client, path, return_documents=True)
+    found = await client.post(path, BODY | {"documents": [*DOCS[:2], bad, *DOCS[2:]], "return_documents": True})
+    parsed = RerankResponse.model_validate_json(found.content, strict=True)
+    assert [(one.index - (one.index > 2), one.relevance_score) for one in parsed.results] == [
+        (one["index"], one["relevance_score"]) for one in clean["results"]
+    ]
+    assert found.json()["errors"] == [{"index": 2, "code": "invalid_value", "message": f"`documents[2]` {UNREAD}"}]
+    assert found.headers["x-assay-failed-items"] == "2" and "errors" not in clean
+    assert parsed.usage.prompt_tokens == clean["usage"]["prompt_tokens"]
+    first, second = backend.score_tasks
+    assert (first.ids.tolist(), first.starts.tolist()) == (second.ids.tolist(), second.starts.tolist())
+
+
+async def test_it_fails_alone_in_a_large_body_too(client: Any) -> None:
+    found = await client.post("/rerank", {"query": "q", "texts": ["a", HALF, "b " * 50_000, "c"], "x": ["y" * 60_000]})
+    assert (found.status_code, found.headers["x-assay-failed-items"]) == (200, "1")
+
+
+async def test_a_text_that_is_no_unicode_is_left_out_of_a_list_and_named_by_a_header(client: Any) -> None:
+    found = await client.post("/rerank", {"query": "q", "texts": [HALF, *DOCS[:3], HALF]})
+    assert found.status_code == 200 and sorted(one["index"] for one in found.json()) == [1, 2, 3]
+    assert found.headers["x-assay-failed-items"] == "0, 4"
+
+
+async def test_a_request_of_which_no_document_can_be_read_fails(client: Any, backend: Any) -> None:
+    assert await refusal(client, documents=[HALF, HALF]) == (422, "invalid_value", "documents[0]")
+    assert backend.score_tasks == []
+
+
+async def test_a_document_that_is_too_long_and_may_not_be_cut_fails_the_request(client: Any, backend: Any) -> None:
+    backend.max_model_len = 20
+    body: dict[str, Any] = {"documents": [HALF, "x" * 40, "a"], "truncate": False}
+    assert await refusal(client, **body) == (400, "context_length_exceeded", "documents[1]")
+
+
 async def test_any_failed_document_fails_the_request(client: Any, backend: Any) -> None:
     backend.nonfinite = frozenset({2})
     assert await refusal(client) == (500, "nonfinite_logits", "documents[2]")

@@ -1,5 +1,6 @@
 """The rerank dialects of Voyage, Mixedbread, Pinecone and Isaacus: one ranking, each in its client's own form."""
 
+import json
 from typing import Any
 
 import pytest
@@ -31,8 +32,10 @@ async def ranking(client: Any) -> list[tuple[int, float]]:
     return [(one["index"], one["relevance_score"]) for one in found]
 
 
-async def answered(client: Any, path: str, body: dict[str, Any], headers: Any = ()) -> Any:
-    found = await client.http.post(f"http://api{path}", json=body, headers=dict(headers))
+async def answered(client: Any, path: str, body: dict[str, Any] | str, headers: Any = ()) -> Any:
+    text = body if isinstance(body, str) else json.dumps(body)
+    json_type = {"content-type": "application/json"}
+    found = await client.http.post(f"http://api{path}", content=text, headers=json_type | dict(headers))
     assert found.status_code == 200, found.text
     return found.content
 
@@ -101,3 +104,23 @@ async def test_what_a_form_does_not_have_is_refused(client: Any, path: str, body
     error = found.json()
     assert error["error"]["param"] == param
     assert error["message"] == error["detail"] == error["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "more", "headers", "listed"),
+    [
+        ("/v1/rerank", "documents", {"top_k": 9}, {}, "data"),
+        ("/v1/reranking", "input", {"return_input": True}, {}, "data"),
+        ("/rerank", "documents", {}, PINECONE, "data"),
+        ("/v1/rerankings", "texts", {}, {}, "results"),
+    ],
+)
+async def test_a_document_that_is_no_unicode_fails_alone_in_every_form(
+    client: Any, ranking: Any, path: str, field: str, more: Any, headers: Any, listed: str
+) -> None:
+    body = {"query": "q", field: [*DOCS, "cut \ud83d"], **more}
+    found = json.loads(await answered(client, path, json.dumps(body), headers))
+    values = [(one["index"], one.get("score", one.get("relevance_score"))) for one in found[listed]]
+    assert values == ranking
+    assert [(one["index"], one["code"]) for one in found["errors"]] == [(3, "invalid_value")]
+    assert f"`{field}[3]` must be Unicode text" in found["errors"][0]["message"]

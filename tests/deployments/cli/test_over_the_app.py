@@ -94,6 +94,14 @@ async def test_a_document_that_fails_has_an_error_and_the_others_scores(score: A
     assert {row["index"]: row["error"]["code"] for row in rows if row["error"]} == {5: "context_length_exceeded"}
 
 
+@pytest.mark.parametrize("route", [["rerank"], ["generative_scoring", *LABELS]])
+async def test_a_text_that_is_no_unicode_has_an_error_and_the_others_scores(score: Any, route: list[str]) -> None:
+    records = [{"item": "a" if number != 5 else "cut \ud83d", "query": "q"} for number in range(9)]
+    status, rows = await score(records, "--route", *route)
+    assert status == 1 and {row["index"]: row["error"]["code"] for row in rows if row["error"]} == {5: "invalid_value"}
+    assert len({row["score"] for row in rows if not row["error"]}) == 1
+
+
 async def test_the_compact_route_says_what_one_request_says(score: Any, client: Any) -> None:
     items = [[number, 7] for number in range(20)]
     options = ["--route", "score", *LABELS, "--batch-items", "6"]

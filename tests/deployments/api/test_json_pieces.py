@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
-from deployments.api import json_body
-from deployments.api.json_body import JsonLimits, TooDeep, TooManyValues, read
+from deployments.api import json_pieces
+from deployments.api.json_pieces import JsonLimits, TooDeep, TooManyValues, read
 
 LIMITS = JsonLimits(depth=64, values=100_000, containers=100_000)
 TEXTS = st.text(st.sampled_from('ab"\\,:[]{}\u0301\U0001f600 \n'), max_size=12)
@@ -40,8 +40,8 @@ def at_once(data: bytes) -> Any:
 
 def in_pieces(size: int, data: bytes) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_body, "PIECE_BYTES", size)
-        return read(data, LIMITS)
+        patch.setattr(json_pieces, "PIECE_BYTES", size)
+        return read(data, LIMITS, at_once)
 
 
 @given(value=VALUES, spaces=SPACES, ascii_only=st.booleans(), size=PIECES)
@@ -85,19 +85,19 @@ def test_limits_are_counted_before_anything_is_made(data: bytes, error: type[Exc
     tracemalloc.start()
     try:
         with pytest.raises(error):
-            read(data, LIMITS)
+            read(data, LIMITS, at_once)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < 12_000_000
     deeper = JsonLimits(depth=65, values=100_001, containers=100_001)
-    assert read(data, deeper) == from_json(data)
+    assert read(data, deeper, at_once) == from_json(data)
 
 
 def test_an_error_tells_its_place_and_no_text() -> None:
     data = b'{"items": [' + b'"secret", ' * 20_000 + b'"a" "b"' + b', "secret"' * 20_000 + b"]}"
     with pytest.raises(ValueError, match=r"expected `,` or `]`.*, in bytes \d+ to \d+") as caught:
-        read(data, LIMITS)
+        read(data, LIMITS, at_once)
     assert "secret" not in str(caught.value)
     start, end = (int(word) for word in str(caught.value).replace("to", "").split()[-2:])
     assert start <= data.index(b'"a" "b"') <= end
@@ -105,7 +105,7 @@ def test_an_error_tells_its_place_and_no_text() -> None:
 
 def test_a_search_that_forgets_strings_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: commas in texts are cuts."""
-    monkeypatch.setattr(json_body, "QUOTE", 0)
+    monkeypatch.setattr(json_pieces, "QUOTE", 0)
     data = b'["a,b","c"]'
     assert outcome(at_once, data) is not None
     assert outcome(lambda body: in_pieces(2, body), data) is None
