@@ -31,7 +31,7 @@ class TooDeep(ValueError):
 
 
 class TooManyValues(ValueError):
-    """Says how many values of which kind are allowed, and by which limit."""
+    """Says how many values of a kind are allowed, and the name of the limit."""
 
 
 @dataclass(frozen=True, slots=True)
