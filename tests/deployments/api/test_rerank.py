@@ -300,7 +300,7 @@ async def test_a_request_of_which_no_document_can_be_read_fails(client: Any, bac
 
 async def test_a_document_that_is_too_long_and_may_not_be_cut_fails_the_request(client: Any, backend: Any) -> None:
     backend.max_model_len = 20
-    body = {"documents": [HALF, "x" * 40, "a"], "truncate": False}
+    body: dict[str, Any] = {"documents": [HALF, "x" * 40, "a"], "truncate": False}
     assert await refusal(client, **body) == (400, "context_length_exceeded", "documents[1]")
 
 
