@@ -20,7 +20,7 @@ class KeyArgs(Section):
     """The client's name, which appears in no metric and no answer. Keys with the same name, as during a rotation, must
     have the same limits and share them and their part of the prefix cache."""
     sha256: Annotated[str, matches(DIGEST.pattern, "It must be 64 hexadecimal digits in lower case.")]
-    """SHA-256 of the key, 64 hexadecimal digits."""
+    """SHA-256 of the key, 64 hexadecimal digits in lower case."""
     scopes: tuple[Scope, ...] = Field(default=("inference",), min_length=1)
     """`score`: the scoring routes; `generate`: completions and chat; `inference`: both; `metrics`: /metrics. Routes
     such as /v1/models and /tokenize are open to each of the first three."""

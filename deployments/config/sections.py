@@ -209,7 +209,8 @@ class ChatArgs(Section):
     template_file: str | None = None
     """A file with a Jinja template, in place of the model's own."""
     template_flags: tuple[FlagName, ...] | None = None
-    """Names of `chat_template_kwargs` that requests may set. None: every name that the chat template mentions."""
+    """Names of `chat_template_kwargs` that requests may set, each of 1 to 64 lower-case letters, digits and `_`. None:
+    every name that the chat template mentions."""
     expose_template: bool = True
     """Whether /tokenizer_info shows the template."""
     render_timeout_s: Seconds = 2.0

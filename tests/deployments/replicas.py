@@ -96,14 +96,14 @@ async def held(server: ReplicaServer, size: int) -> AsyncIterator[None]:
     none, ids = np.empty(0, np.int32), np.ones(size, np.int32)
     starts, labels = np.array([0, size], np.int32), np.arange(2, dtype=np.int32)
     task = ScoreRequest(request_id="held", prefix=none, ids=ids, starts=starts, labels=labels)
-    job = asyncio.create_task(server.score(task))
+    request = asyncio.create_task(server.score(task))
     try:
         assert await asyncio.to_thread(stands.wait, 10)
         yield
     finally:
         model.on_forward = None
         gate.set()
-        assert isinstance(await job, ScoreResult)
+        assert isinstance(await request, ScoreResult)
 
 
 @pytest.fixture(name="held", scope="session")

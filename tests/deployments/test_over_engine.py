@@ -77,18 +77,18 @@ class EngineBackend:
         raise AssertionError("see `replica_client`")
 
     async def generate(self, call: GenerateCall) -> GenerateReply:
-        async def one(q: int, job: GenerateRequest) -> list[PromptChunk]:
+        async def one(q: int, request: GenerateRequest) -> list[PromptChunk]:
             try:
-                return [PromptChunk(q, chunk) for chunk in await self.engine.complete(job)]
+                return [PromptChunk(q, chunk) for chunk in await self.engine.complete(request)]
             except EngineError as error:
                 return [PromptChunk(q, Failure(error.code, error.message, error.field))]
 
-        found = await asyncio.gather(*(one(q, job) for q, job in enumerate(call)))
+        found = await asyncio.gather(*(one(q, request) for q, request in enumerate(call)))
         return GenerateReply(tuple(chunk for chunks in found for chunk in chunks), 0, LOAD)
 
     async def stream(self, call: GenerateCall) -> AsyncIterator[GenerateReply]:
-        for q, job in enumerate(call):
-            source = self.engine.generate(job)
+        for q, request in enumerate(call):
+            source = self.engine.generate(request)
             try:
                 async for chunk in source:
                     yield GenerateReply((PromptChunk(q, chunk),), 0, LOAD)

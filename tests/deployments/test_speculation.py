@@ -53,8 +53,8 @@ async def test_answers_are_those_of_a_service_without_drafts(plain: Any, draftin
     body = BODY | fields
     own, other = await plain.complete(**body), await drafting.complete(**body)
     assert without(own) == without(other)
-    told = other["usage"]["speculation"]
-    assert 0 < told["accepted"] < told["drafted"]
+    reported = other["usage"]["speculation"]
+    assert 0 < reported["accepted"] < reported["drafted"]
     assert "speculation" not in own["usage"]
 
 
@@ -99,8 +99,8 @@ async def test_accepted_at_set_rates_is_logged_and_every_answer_says_so(
     assert "answers follow no distribution" in caplog.text
     answer = await client.post("/v1/completions", BODY | {"temperature": 1})
     assert answer.headers["x-assay-synthetic-acceptance"] == "true"
-    told = answer.json()["usage"]["speculation"]
-    assert 1.8 < told["accepted"] / (told["drafted"] / 4) <= 2.2
+    reported = answer.json()["usage"]["speculation"]
+    assert 1.8 < reported["accepted"] / (reported["drafted"] / 4) <= 2.2
     honest = await (await replica_client(speculation=DRAFT)).post("/v1/completions", BODY)
     assert "x-assay-synthetic-acceptance" not in honest.headers
 
@@ -119,9 +119,9 @@ async def test_metrics_count_drafts_by_position_given_those_before(replica_clien
     usage = (await client.complete(**BODY, n=4, seed=1))["usage"]
     after = figures(client.server)
     new = {name: value - before[name] for name, value in after.items()}
-    told = usage["speculation"]
-    assert new["assay_tokens_total.drafted"] == told["drafted"]
-    assert new["assay_tokens_total.accepted"] == told["accepted"]
+    reported = usage["speculation"]
+    assert new["assay_tokens_total.drafted"] == reported["drafted"]
+    assert new["assay_tokens_total.accepted"] == reported["accepted"]
     reached = [new[f"assay_spec_verified_tokens_total.{place}"] for place in (1, 2, 3, 4)]
     accepted = [new[f"assay_spec_accepted_tokens_total.{place}"] for place in (1, 2, 3, 4)]
     assert reached[0] == new["assay_spec_drafts_total"] > 0
@@ -169,6 +169,6 @@ def test_the_pair_drafts_over_http(cluster: Callable[..., str]) -> None:
         answer = http.post(url + "/v1/completions", json=body)
         metrics = http.get(url + "/metrics").text
     assert answer.status_code == 200, answer.text
-    told = answer.json()["usage"]["speculation"]
-    assert 0 < told["accepted"] <= told["drafted"]
+    reported = answer.json()["usage"]["speculation"]
+    assert 0 < reported["accepted"] <= reported["drafted"]
     assert "assay_spec_accepted_tokens_total" in metrics

@@ -152,7 +152,7 @@ def branch_result(chunks: Sequence[GenerateChunk], branch: int = 0) -> BranchRes
 
 
 class _Alive:
-    """A step thread, as far as one who brings a job looks at it."""
+    """A step thread, as far as one who brings a request looks at it."""
 
     def is_alive(self) -> bool:
         return True
@@ -165,12 +165,12 @@ class Rig:
         self.engine, self.model, self.sampler, self.draft = engine, model, sampler, draft
         self.closed = False
 
-    async def run(self, job: GenerateRequest) -> BranchResult:
-        """The only branch of a job."""
-        return branch_result([chunk async for chunk in self.engine.generate(job)])
+    async def run(self, request: GenerateRequest) -> BranchResult:
+        """The only branch of a request."""
+        return branch_result([chunk async for chunk in self.engine.generate(request)])
 
-    async def together(self, *jobs: GenerateRequest) -> list[BranchResult]:
-        return list(await asyncio.gather(*(self.run(job) for job in jobs)))
+    async def together(self, *requests: GenerateRequest) -> list[BranchResult]:
+        return list(await asyncio.gather(*(self.run(request) for request in requests)))
 
     async def queued(self) -> None:
         """All that tasks ask for is in the queue of an engine that has not been started, for its first step to see."""
@@ -179,9 +179,9 @@ class Rig:
         await asyncio.sleep(0)
         self.engine.core._thread = None
 
-    async def score_queued(self, jobs: Sequence[ScoreRequest]) -> list[ScoreResult]:
+    async def score_queued(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
         """All of them wait before the first step. The rig was not started."""
-        tasks = [asyncio.create_task(self.engine.score(job)) for job in jobs]
+        tasks = [asyncio.create_task(self.engine.score(request)) for request in requests]
         await self.queued()
         self.engine.start()
         return list(await asyncio.gather(*tasks))

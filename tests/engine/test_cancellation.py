@@ -133,7 +133,7 @@ async def test_closing_the_iterator_cancels(make_rig: MakeRig, generate_job: Mak
 async def test_a_soak_of_mixed_jobs_leaves_nothing_behind(
     make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, overlap: bool
 ) -> None:
-    """400 jobs, 10 % cancelled at a random moment, pool too small: `Rig.close` says what must be zero."""
+    """400 requests, 10 % cancelled at a random moment, pool too small: `Rig.close` says what must be zero."""
     rig = make_rig(num_slots=400, max_running=13, admission_tokens=8, overlap=overlap, token_budget=128)
     rng = np.random.default_rng(11)
     expected: dict[int, Any] = {}

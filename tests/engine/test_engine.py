@@ -29,14 +29,14 @@ async def test_a_request_alone_generates_to_its_length(make_rig: MakeRig, genera
 def random_jobs(generate_job: MakeJob, count: int, seed: int) -> list[GenerateRequest]:
     """Neighbours of every shape, some sharing the beginning of PROMPT."""
     rng = np.random.default_rng(seed)
-    jobs = []
+    requests = []
     for number in range(count):
         prompt = [*PROMPT[: rng.integers(0, 17)], *rng.integers(0, 250, rng.integers(1, 60)).tolist()]
         more = {"logprobs": int(rng.integers(0, 4))} if rng.random() < 0.5 else {}
         temperature = float(rng.choice([0.0, 0.7, 1.3]))
         length = int(rng.integers(1, 30))
-        jobs.append(generate_job(prompt, seed=number, temperature=temperature, max_tokens=length, **more))
-    return jobs
+        requests.append(generate_job(prompt, seed=number, temperature=temperature, max_tokens=length, **more))
+    return requests
 
 
 async def needle_among(make_rig: MakeRig, generate_job: MakeJob, **fields: Any) -> list[bool]:
@@ -47,9 +47,9 @@ async def needle_among(make_rig: MakeRig, generate_job: MakeJob, **fields: Any) 
     same = []
     rig = make_rig(**fields)
     for batch, size in enumerate([2, 3, 7, 17, 32]):
-        jobs = random_jobs(generate_job, size - 1, batch)
-        jobs.insert(batch % size, generate_job(PROMPT, max_tokens=20, logprobs=2))
-        heard = await rig.together(*jobs)
+        requests = random_jobs(generate_job, size - 1, batch)
+        requests.insert(batch % size, generate_job(PROMPT, max_tokens=20, logprobs=2))
+        heard = await rig.together(*requests)
         same.append(heard[batch % size] == alone)
     return same
 
@@ -69,10 +69,10 @@ async def test_so_it_is_with_the_real_sampler(make_rig: MakeRig, generate_job: M
 async def test_the_real_sampler_resumes_exactly_after_preemption(make_rig: MakeRig, generate_job: MakeJob) -> None:
     rng = np.random.default_rng(5)
     more = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "top_p": 0.9, "bad_words_ids": ((3,), (4, 5))}
-    jobs = [generate_job(rng.integers(0, 250, 9).tolist(), seed=n, max_tokens=40, **more) for n in range(9)]
-    expected = await make_rig(real_sampler=True).together(*jobs)
+    requests = [generate_job(rng.integers(0, 250, 9).tolist(), seed=n, max_tokens=40, **more) for n in range(9)]
+    expected = await make_rig(real_sampler=True).together(*requests)
     rig = make_rig(num_slots=71, admission_tokens=4, overlap=True, real_sampler=True)
-    assert await asyncio.wait_for(rig.together(*jobs), 30) == expected
+    assert await asyncio.wait_for(rig.together(*requests), 30) == expected
     assert rig.engine.stats().preemptions > 3
 
 
@@ -86,12 +86,12 @@ async def test_noise_keyed_by_the_row_of_the_batch_is_caught(make_rig: MakeRig, 
 async def test_neighbours_and_every_chunk_size_and_cache_setting_agree(
     make_rig: MakeRig, generate_job: MakeJob, overlap: bool
 ) -> None:
-    jobs = random_jobs(generate_job, 12, 99)
-    expected = await make_rig().together(*jobs)
+    requests = random_jobs(generate_job, 12, 99)
+    expected = await make_rig().together(*requests)
     for budget in (2, 3, 5, 17, 64):
         for cache in (True, False):
             rig = make_rig(token_budget=budget, prefix_cache=cache, overlap=overlap)
-            assert await rig.together(*jobs) == expected
+            assert await rig.together(*requests) == expected
 
 
 @both
@@ -114,10 +114,10 @@ async def test_a_tiny_pool_preempts_and_changes_nothing(
     make_rig: MakeRig, generate_job: MakeJob, overlap: bool
 ) -> None:
     rng = np.random.default_rng(5)
-    jobs = [generate_job(rng.integers(0, 250, 9).tolist(), seed=n, max_tokens=40, logprobs=1) for n in range(9)]
-    expected = await make_rig().together(*jobs)
+    requests = [generate_job(rng.integers(0, 250, 9).tolist(), seed=n, max_tokens=40, logprobs=1) for n in range(9)]
+    expected = await make_rig().together(*requests)
     rig = make_rig(num_slots=71, admission_tokens=4, overlap=overlap)
-    assert await asyncio.wait_for(rig.together(*jobs), 30) == expected
+    assert await asyncio.wait_for(rig.together(*requests), 30) == expected
     assert rig.engine.stats().preemptions > 3
 
 
@@ -126,8 +126,8 @@ async def test_a_tiny_pool_preempts_and_changes_nothing(
 async def test_preemption_at_every_position_resumes_exactly(
     make_rig: MakeRig, generate_job: MakeJob, overlap: bool
 ) -> None:
-    job = generate_job(PROMPT, max_tokens=12, logprobs=1)
-    expected = await make_rig().run(job)
+    request = generate_job(PROMPT, max_tokens=12, logprobs=1)
+    expected = await make_rig().run(request)
     for position in range(1, 12):
         rig = make_rig(overlap=overlap, prefix_cache=bool(position % 2), start=False)
         engine = rig.engine
@@ -147,7 +147,7 @@ async def test_preemption_at_every_position_resumes_exactly(
 
         engine.core.scheduler.plan = planned
         engine.start()
-        assert await rig.run(job) == expected
+        assert await rig.run(request) == expected
         assert done == [position]
 
 
@@ -213,12 +213,12 @@ async def test_one_hand_over_a_step_however_many_rows(make_rig: MakeRig, generat
 
 @pytest.mark.risk("R11")
 async def test_a_nan_row_fails_alone(make_rig: MakeRig, generate_job: MakeJob) -> None:
-    jobs = random_jobs(generate_job, 6, 8)
-    expected = await make_rig().together(*jobs)
+    requests = random_jobs(generate_job, 6, 8)
+    expected = await make_rig().together(*requests)
     for token in (toy_model.NAN, toy_model.INF, toy_model.EMPTY):
         rig = make_rig()
         bad = generate_job([*PROMPT, token])
-        heard = await asyncio.gather(*map(rig.run, jobs), rig.run(bad), return_exceptions=True)
+        heard = await asyncio.gather(*map(rig.run, requests), rig.run(bad), return_exceptions=True)
         assert heard[:-1] == expected
         assert isinstance(heard[-1], EngineError)
         assert heard[-1].code is ErrorCode.NONFINITE_LOGITS
@@ -230,15 +230,15 @@ async def test_a_raising_token_costs_its_own_step_and_solo_only_itself(
     make_rig: MakeRig, generate_job: MakeJob, overlap: bool
 ) -> None:
     rig = make_rig(overlap=overlap)
-    jobs = random_jobs(generate_job, 6, 8)
-    expected = await make_rig().together(*jobs)
+    requests = random_jobs(generate_job, 6, 8)
+    expected = await make_rig().together(*requests)
     bad = generate_job([*PROMPT, toy_model.RAISE])
-    heard = await asyncio.gather(*map(rig.run, jobs), rig.run(bad), return_exceptions=True)
+    heard = await asyncio.gather(*map(rig.run, requests), rig.run(bad), return_exceptions=True)
     assert isinstance(heard[-1], EngineError)
     for answer, good in zip(heard[:-1], expected, strict=True):
         assert answer == good or (isinstance(answer, EngineError) and answer.code is ErrorCode.STEP_FAILED)
     alone = generate_job([*PROMPT, toy_model.RAISE], isolated=True)
-    heard = await asyncio.gather(*map(rig.run, jobs), rig.run(alone), return_exceptions=True)
+    heard = await asyncio.gather(*map(rig.run, requests), rig.run(alone), return_exceptions=True)
     assert heard[:-1] == expected
     assert isinstance(heard[-1], EngineError)
     assert heard[-1].code is ErrorCode.STEP_FAILED
@@ -251,8 +251,8 @@ async def test_expired_work_is_never_computed(make_rig: MakeRig, generate_job: M
     now = [0.0]
     rig = make_rig(clock=lambda: now[0], start=False)
     answers = [
-        asyncio.create_task(rig.run(job))
-        for job in (generate_job(PROMPT, timeout_s=1.0), generate_job(PROMPT[::-1], timeout_s=9.0))
+        asyncio.create_task(rig.run(request))
+        for request in (generate_job(PROMPT, timeout_s=1.0), generate_job(PROMPT[::-1], timeout_s=9.0))
     ]
     await rig.queued()
     now[0] = 5.0
@@ -279,27 +279,27 @@ async def test_a_deadline_ends_a_running_row(make_rig: MakeRig, generate_job: Ma
 
 @pytest.mark.risk("R8")
 async def test_a_drained_stream_continues_on_another_engine(make_rig: MakeRig, generate_job: MakeJob) -> None:
-    job = generate_job(PROMPT, n=3, max_tokens=40)
-    whole = await make_rig().engine.complete(job)
+    request = generate_job(PROMPT, n=3, max_tokens=40)
+    whole = await make_rig().engine.complete(request)
     rig = make_rig()
     rig.model.step_seconds = 0.002
     seen: list[Any] = []
 
     async def read() -> None:
-        async for chunk in rig.engine.generate(job):
+        async for chunk in rig.engine.generate(request):
             seen.append(chunk)
 
     reader = asyncio.create_task(read())
     while len(seen) < 12:
         await asyncio.sleep(0.001)
-    jobs = await rig.engine.drain(0.0)
+    requests = await rig.engine.drain(0.0)
     with pytest.raises(EngineError) as caught:
         await reader
     assert caught.value.code is ErrorCode.DRAINING
     with pytest.raises(EngineError):
         await rig.run(generate_job(PROMPT))
-    rest = await make_rig().engine.complete(jobs[0])
+    rest = await make_rig().engine.complete(requests[0])
     for branch in range(3):
         before = [int(t) for chunk in seen if chunk.branch == branch for t in chunk.tokens]
-        assert before == jobs[0].emitted[branch].tolist()
+        assert before == requests[0].emitted[branch].tolist()
         assert before + rest[branch].tokens.tolist() == whole[branch].tokens.tolist()

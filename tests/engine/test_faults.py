@@ -92,7 +92,7 @@ async def test_a_lost_engine_tells_suspects_from_those_that_waited(
 async def test_callers_of_a_thread_that_hangs_are_answered_and_it_may_come_back(
     make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore
 ) -> None:
-    """Also those whose jobs the thread never saw."""
+    """Also those whose requests the thread never saw."""
     rig = make_rig()
     expected = await rig.run(generate_job([7, 8]))
     tasks = [asyncio.create_task(rig.run(generate_job([1, toy_model.HANG])))]
@@ -147,22 +147,25 @@ async def test_a_result_that_cannot_be_read_fails_its_step_only(make_rig: MakeRi
         return Broken() if left[0] == 0 else fetch(out)
 
     rig.sampler.fetch = sometimes
-    jobs = [generate_job([n, *range(n)], max_tokens=9, isolated=n == 0) for n in range(5)]
-    heard = await answers(*map(rig.run, jobs))
+    requests = [generate_job([n, *range(n)], max_tokens=9, isolated=n == 0) for n in range(5)]
+    heard = await answers(*map(rig.run, requests))
     failed = [answer for answer in heard if isinstance(answer, EngineError)]
     assert failed
     assert {error.code for error in failed} == {ErrorCode.STEP_FAILED}
     assert rig.engine.stats().failed_steps == 1
-    again = await rig.together(*jobs)
-    assert again == await make_rig().together(*jobs)
+    again = await rig.together(*requests)
+    assert again == await make_rig().together(*requests)
 
 
 async def test_two_engines_give_the_same_bits(make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore) -> None:
-    job, score = generate_job(range(9), n=3, max_tokens=20, logprobs=4), score_job(range(5), [[n] for n in range(7)])
+    request, score = (
+        generate_job(range(9), n=3, max_tokens=20, logprobs=4),
+        score_job(range(5), [[n] for n in range(7)]),
+    )
     heard = []
     for overlap in (False, True):
         engine = make_rig(overlap=overlap).engine
-        chunks, scores = await engine.complete(job), await engine.score(score)
+        chunks, scores = await engine.complete(request), await engine.score(score)
         heard.append([scores.label_logprobs.tobytes(), *(np.asarray(c.tokens).tobytes() for c in chunks)])
         heard[-1] += [c.top_logprobs.tobytes() for c in chunks]
     assert heard[0] == heard[1]
@@ -178,7 +181,7 @@ async def test_the_account_catches_a_planted_leak(make_rig: MakeRig, generate_jo
 
 async def test_the_toy_catches_a_planted_swap_of_slots(make_rig: MakeRig, generate_job: MakeJob) -> None:
     """Cached equals computed, unless the tree is made to mix up two slots."""
-    job = generate_job(range(20), max_tokens=9)
+    request = generate_job(range(20), max_tokens=9)
     rig = make_rig()
     insert = rig.engine.core.kv_cache.prefix_cache.insert
 
@@ -186,8 +189,8 @@ async def test_the_toy_catches_a_planted_swap_of_slots(make_rig: MakeRig, genera
         return insert(key, ids, np.concatenate((slots[1::-1], slots[2:])))
 
     rig.engine.core.kv_cache.prefix_cache.insert = swapped
-    first = await rig.run(job)
-    assert await rig.run(job) != first
+    first = await rig.run(request)
+    assert await rig.run(request) != first
 
 
 async def test_the_toy_catches_slots_that_are_freed_while_a_row_needs_them(
@@ -209,8 +212,8 @@ async def test_the_toy_catches_slots_that_are_freed_while_a_row_needs_them(
 
 
 async def test_a_row_without_room_in_the_sampler_waits(make_rig: MakeRig, generate_job: MakeJob) -> None:
-    jobs = [generate_job([n, 5], max_tokens=7, seed=n) for n in range(9)]
-    expected = await make_rig().together(*jobs)
+    requests = [generate_job([n, 5], max_tokens=7, seed=n) for n in range(9)]
+    expected = await make_rig().together(*requests)
     rig = make_rig()
     admit = rig.sampler.admit
 
@@ -220,7 +223,7 @@ async def test_a_row_without_room_in_the_sampler_waits(make_rig: MakeRig, genera
         admit(slot, *args, **fields)
 
     rig.sampler.admit = narrow
-    assert await asyncio.wait_for(rig.together(*jobs), 20) == expected
+    assert await asyncio.wait_for(rig.together(*requests), 20) == expected
     assert rig.sampler.max_admitted == 2
 
 

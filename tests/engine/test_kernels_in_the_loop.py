@@ -46,14 +46,14 @@ async def test_the_kernels_say_in_the_loop_what_the_reference_says(make_rig: Mak
         found = await rig.together(*jobs_of(generate_job))
         for own, other in zip(found, wanted, strict=True):
             assert own._replace(logprobs=b"") == other._replace(logprobs=b"")
-            ours, theirs = (np.frombuffer(told.logprobs, np.float32) for told in (own, other))
+            ours, theirs = (np.frombuffer(reported.logprobs, np.float32) for reported in (own, other))
             np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=0)
 
 
 @pytest.mark.full
 async def test_preemption_and_resumption_change_no_bit_of_the_kernels(make_rig: MakeRig, generate_job: MakeJob) -> None:
     options = {"real_sampler": True, "sampler": SamplerConfig(backend="triton"), "prefix_cache": False}
-    alone = [await make_rig(**options).run(job) for job in jobs_of(generate_job, 30)]
+    alone = [await make_rig(**options).run(request) for request in jobs_of(generate_job, 30)]
     rig = make_rig(num_slots=71, admission_tokens=4, overlap=True, **options)
     assert await rig.together(*jobs_of(generate_job, 30)) == alone
     assert rig.engine.stats().preemptions > 0

@@ -183,9 +183,9 @@ async def test_jobs_of_all_kinds_do_not_touch_each_other(
     """In little room: prefixes and unfinished rows are thrown out and computed again."""
     rows = some_rows(30, 4)
     expected = reference(make_rig, PREFIX, rows)
-    jobs = [generate_job(PREFIX[:n], seed=n, max_tokens=25, logprobs=1) for n in range(1, 9)]
+    requests = [generate_job(PREFIX[:n], seed=n, max_tokens=25, logprobs=1) for n in range(1, 9)]
     items = [own for own, _ in rows]
-    alone = await make_rig().together(*jobs)
+    alone = await make_rig().together(*requests)
     scored = (await make_rig().engine.score(score_job(PREFIX, items))).label_logprobs.tobytes()
     for fields in (
         {},
@@ -196,7 +196,7 @@ async def test_jobs_of_all_kinds_do_not_touch_each_other(
         rig = make_rig(overlap=overlap, **fields)
         many = [rig.engine.likelihood(likelihood_job(PREFIX, rows, cache_salt=str(i % 2))) for i in range(4)]
         heard, score, *found = await asyncio.wait_for(
-            asyncio.gather(rig.together(*jobs), rig.engine.score(score_job(PREFIX, items)), *many), 60
+            asyncio.gather(rig.together(*requests), rig.engine.score(score_job(PREFIX, items)), *many), 60
         )
         assert heard == alone
         assert score.label_logprobs.tobytes() == scored
@@ -207,8 +207,8 @@ async def test_two_jobs_that_do_not_fit_together_both_end(make_rig: MakeRig) -> 
     """Each needs most of the pool and holds a part of it between steps."""
     prompts = [np.random.default_rng(seed).integers(0, 250, 180).tolist() for seed in range(3)]
     rig = make_rig(num_slots=200, token_budget=8)
-    jobs = [rig.engine.likelihood(likelihood_job([], [(prompt, 179)])) for prompt in prompts]
-    found = await asyncio.wait_for(asyncio.gather(*jobs), 60)
+    requests = [rig.engine.likelihood(likelihood_job([], [(prompt, 179)])) for prompt in prompts]
+    found = await asyncio.wait_for(asyncio.gather(*requests), 60)
     for prompt, one in zip(prompts, found, strict=True):
         assert plain(one) == reference(make_rig, [], [(prompt, 179)])
     assert rig.engine.stats().step_tokens["score"] < 3 * 179 * 3
@@ -340,7 +340,7 @@ async def test_positions_off_by_one_are_seen(make_rig: MakeRig, monkeypatch: pyt
     rows = some_rows(5)
     expected = reference(make_rig, PREFIX, rows)
     true_targets = request_state._targets
-    monkeypatch.setattr(request_state, "_targets", lambda job: np.roll(true_targets(job), 1))
+    monkeypatch.setattr(request_state, "_targets", lambda request: np.roll(true_targets(request), 1))
     assert plain(await make_rig().engine.likelihood(likelihood_job(PREFIX, rows))) != expected
 
 

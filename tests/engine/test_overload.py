@@ -95,8 +95,8 @@ async def test_first_come_first_served_is_seen_to_be_unfair(
 
     def first_come(self: FairQueue[Any], budget: int, give: Callable[[Any, int, int], int]) -> int:
         left = budget
-        for job in sorted(self, key=lambda job: job.arrival):
-            left -= max(0, give(job, left, left)) if left > 0 else 0
+        for request in sorted(self, key=lambda request: request.arrival):
+            left -= max(0, give(request, left, left)) if left > 0 else 0
         return budget - left
 
     monkeypatch.setattr(FairQueue, "serve", first_come)
@@ -104,14 +104,14 @@ async def test_first_come_first_served_is_seen_to_be_unfair(
 
 
 async def test_no_request_loses_a_turn_because_a_step_was_full(make_rig: MakeRig, score_job: MakeScore) -> None:
-    """32 callers of jobs that are smaller than a turn, four to a step: none waits much longer than the queue is."""
+    """32 callers of requests that are smaller than a turn, four to a step: none waits much longer than the queue is."""
     clock, waits = Clock(), list[float]()
     rig = make_rig(clock=clock, num_slots=8_192, token_budget=256, prefix_cache=False, max_queued_tokens=10_000)
     loop = asyncio.get_running_loop()
 
     def forward(kind: Any, runs: Any) -> None:
-        """Behind the callers' next jobs: on a busy machine the loop that hears of answers may be some steps late."""
-        for _ in range(8):  # an answer takes a few turns of the loop to become a job
+        """Behind the callers' next requests: on a busy machine the loop that hears of answers may be steps late."""
+        for _ in range(8):  # an answer takes a few turns of the loop to become a request
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(timeout=10)
         clock.now += 0.5
 
@@ -129,9 +129,9 @@ async def test_no_request_loses_a_turn_because_a_step_was_full(make_rig: MakeRig
     assert max(waits) <= 32 / 4 * 0.5 + 1.5
 
 
-async def expired_rows(rig: Any, clock: Clock, jobs: Sequence[Any], seen: list[Step]) -> tuple[int, int]:
-    """Runs the jobs; how many ended at their deadline, and how many had passed it when a step with them was planned."""
-    ended = await asyncio.gather(*jobs, return_exceptions=True)
+async def expired_rows(rig: Any, clock: Clock, requests: Sequence[Any], seen: list[Step]) -> tuple[int, int]:
+    """Runs the requests; how many ended at their deadline, and how many had passed it when their step was planned."""
+    ended = await asyncio.gather(*requests, return_exceptions=True)
     late = [one for one in ended if isinstance(one, EngineError)]
     assert {one.code for one in late} <= {ErrorCode.DEADLINE_EXCEEDED}
     return len(late), sum(work.deadline <= step.planned for step in seen for work in step.requests())
@@ -149,9 +149,9 @@ async def test_what_is_past_its_deadline_never_reaches_a_step(
     if planted:
         expire = rig.engine.core.tracker.expire
         monkeypatch.setattr(rig.engine.core.tracker, "expire", lambda now: None)
-    jobs = [rig.engine.score(score_job([n], [list(range(30))] * 20, timeout_s=0.5)) for n in range(60)]
-    jobs += [rig.run(generate_job(range(n, n + 40), max_tokens=20, timeout_s=0.3)) for n in range(60)]
-    late, rows = await expired_rows(rig, clock, jobs, seen)
+    requests = [rig.engine.score(score_job([n], [list(range(30))] * 20, timeout_s=0.5)) for n in range(60)]
+    requests += [rig.run(generate_job(range(n, n + 40), max_tokens=20, timeout_s=0.3)) for n in range(60)]
+    late, rows = await expired_rows(rig, clock, requests, seen)
     if planted:
         assert rows > 20
         monkeypatch.setattr(rig.engine.core.tracker, "expire", expire)
@@ -371,7 +371,7 @@ async def test_a_tenant_with_many_answers_does_not_hold_every_slot(
     """Twelve requests of one tenant, and then one of another: it gets one of the next slots. Planted: prompts alone are
     charged, and each is smaller than a turn."""
     if not charged:
-        monkeypatch.setattr(FairQueue, "charge", lambda self, job, tokens: None)
+        monkeypatch.setattr(FairQueue, "charge", lambda self, request, tokens: None)
     rig = make_rig(max_running=1, token_budget=256)
     order: list[str] = []
 
@@ -391,7 +391,7 @@ async def test_a_solo_jobs_steps_say_nothing_of_the_queues_speed(make_rig: Any, 
     """After a death suspects run alone while all others wait: the queue is not as slow as they are."""
     seen: list[tuple[bool, bool]] = []
     rig = make_rig(max_running=1, before_step=lambda step: seen.append((step.isolated, step.waiting)))
-    jobs = [generate_job(range(5), seed=n, max_tokens=9, isolated=n == 0) for n in range(3)]
-    await rig.together(*jobs)
+    requests = [generate_job(range(5), seed=n, max_tokens=9, isolated=n == 0) for n in range(3)]
+    await rig.together(*requests)
     assert {waiting for isolated, waiting in seen if isolated} == {False}
     assert {waiting for isolated, waiting in seen if not isolated} == {False, True}

@@ -92,7 +92,7 @@ async def test_an_isolated_request_shares_no_step(make_rig: MakeRig, pooling_job
     steps: list[list[Any]] = []
     rig = make_rig(head=HEAD, start=False, before_step=lambda step: steps.append(step.requests()))
     jobs = [pooling_job([], some_rows(3, seed), isolated=seed == 1) for seed in range(3)]
-    tasks = [asyncio.create_task(rig.engine.pooling(job)) for job in jobs]
+    tasks = [asyncio.create_task(rig.engine.pooling(request)) for request in jobs]
     await rig.queued()
     rig.engine.start()
     await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""Hostile jobs: each is refused by field, a neighbour hears what it hears alone, and the engine lives."""
+"""Hostile requests: each is refused by field, a neighbour hears what it hears alone, and the engine lives."""
 
 import asyncio
 from collections.abc import Callable
@@ -97,9 +97,9 @@ async def test_hostile_jobs_are_refused_by_field_beside_an_untouched_neighbour(
         (replace(good, params=replace(good.params, **{field: value})), field, ErrorCode.INVALID_VALUE)
         for field, value in PARAMS
     ]
-    for job, field, code in hostile:
+    for request, field, code in hostile:
         with pytest.raises(EngineError) as caught:
-            await rig.run(job)
+            await rig.run(request)
         assert (caught.value.code, caught.value.field) == (code, field)
     assert await running == expected
     assert rig.engine.healthy
@@ -133,10 +133,10 @@ async def test_a_full_queue_refuses_and_an_empty_one_takes_anything(make_rig: Ma
 
 @pytest.mark.risk("S8")
 async def test_equal_and_prefix_ids_are_independent(make_rig: MakeRig, generate_job: MakeJob) -> None:
-    jobs = [replace(generate_job([n, 2], max_tokens=30), request_id="a" * (1 + n % 2)) for n in range(6)]
-    expected = await make_rig().together(*jobs)
+    requests = [replace(generate_job([n, 2], max_tokens=30), request_id="a" * (1 + n % 2)) for n in range(6)]
+    expected = await make_rig().together(*requests)
     rig = make_rig()
-    tasks = [asyncio.create_task(rig.run(job)) for job in jobs]
+    tasks = [asyncio.create_task(rig.run(request)) for request in requests]
     await asyncio.sleep(0)
     tasks[0].cancel()
     heard = await asyncio.gather(*tasks, return_exceptions=True)

@@ -85,12 +85,12 @@ async def test_scoring_and_generation_do_not_touch_each_other(
 ) -> None:
     items = some_items(60, 4)
     expected = await expected_rows(make_rig, score_job, items, True)
-    jobs = [generate_job(PREFIX[:n], seed=n, max_tokens=25, logprobs=1) for n in range(1, 9)]
-    alone = await make_rig().together(*jobs)
+    requests = [generate_job(PREFIX[:n], seed=n, max_tokens=25, logprobs=1) for n in range(1, 9)]
+    alone = await make_rig().together(*requests)
     for fields in ({}, {"token_budget": 33}, {"num_slots": 130, "admission_tokens": 4}):
         rig = make_rig(overlap=overlap, **fields)
         heard, *scores = await asyncio.wait_for(
-            asyncio.gather(rig.together(*jobs), *(rig.engine.score(score_job(PREFIX, items)) for _ in range(3))), 30
+            asyncio.gather(rig.together(*requests), *(rig.engine.score(score_job(PREFIX, items)) for _ in range(3))), 30
         )
         assert heard == alone
         assert {score.label_logprobs.tobytes() for score in scores} == {expected}
@@ -107,8 +107,8 @@ async def test_raw_logits_are_the_models_own_beside_any_neighbour(make_rig: Make
         expected.append(model.forward(StepKind.SCORE, [run], torch.zeros((1, 1), dtype=torch.int32))[:, list(labels)])
     engine = make_rig().engine
     raw = {"labels": labels, "full": False, "raw_logits": True}
-    jobs = [score_job(PREFIX, items[:5], **raw), score_job(PREFIX, items, labels=labels, full=False)]
-    first, other, last = await asyncio.gather(*map(engine.score, [*jobs, score_job(PREFIX, items[5:], **raw)]))
+    requests = [score_job(PREFIX, items[:5], **raw), score_job(PREFIX, items, labels=labels, full=False)]
+    first, other, last = await asyncio.gather(*map(engine.score, [*requests, score_job(PREFIX, items[5:], **raw)]))
     found = np.concatenate((first.label_logprobs, last.label_logprobs))
     assert found.tobytes() == torch.cat(expected).numpy().tobytes() and len(np.unique(found)) > 1
     assert not other.label_logprobs.any()  # the softmax of one label: what a neighbour's head would give
@@ -146,7 +146,7 @@ def names(step: Any) -> list[str]:
 
 
 async def test_a_small_job_is_not_held_up_by_a_huge_one(make_rig: MakeRig, score_job: MakeScore) -> None:
-    """Counted steps: beside 20,000 rows, a one-row job takes part in the first or second step planned after it came."""
+    """Counted steps: beside 20,000 rows, a one-row request is in the first or second step planned after it came."""
     steps: list[set[str]] = []
     entered: dict[str, int] = {}
     rig = make_rig(
@@ -167,17 +167,17 @@ async def test_a_small_job_is_not_held_up_by_a_huge_one(make_rig: MakeRig, score
     while len(steps) < 3:
         await asyncio.sleep(0)
     for n in range(20):
-        job = score_job([n], [[n]], tenant="t" if n % 2 else "")
-        await rig.engine.score(job)
-        first = next(at for at, names in enumerate(steps) if job.request_id in names)
-        assert first - entered[job.request_id] <= 1
+        request = score_job([n], [[n]], tenant="t" if n % 2 else "")
+        await rig.engine.score(request)
+        first = next(at for at, names in enumerate(steps) if request.request_id in names)
+        assert first - entered[request.request_id] <= 1
     assert not running.done()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_jobs_of_one_tenant_share_one_deficit(make_rig: MakeRig, score_job: MakeScore) -> None:
-    """Nine jobs of one tenant against one of another: the other gets about half of the tokens while both have work."""
+    """Nine requests of one tenant against one of another: the other gets about half of the tokens while both wait."""
     tokens = {"many": 0, "one": 0}
 
     def count(step: Any) -> None:
@@ -189,8 +189,8 @@ async def test_jobs_of_one_tenant_share_one_deficit(make_rig: MakeRig, score_job
     items = [[n % 250, n // 250, 7, 8] for n in range(500)]
     left = {"many": 9 * 2_000, "one": 2_000}
     rig = make_rig(token_budget=512, before_step=count, start=False)
-    jobs = [score_job([n], items, tenant="one" if n == 0 else "many") for n in range(10)]
-    await rig.score_queued(jobs)
+    requests = [score_job([n], items, tenant="one" if n == 0 else "many") for n in range(10)]
+    await rig.score_queued(requests)
     assert 0.3 < tokens["one"] / sum(tokens.values()) < 0.7
 
 
@@ -209,11 +209,11 @@ async def test_the_rest_of_a_step_is_offered_to_so_many_jobs_and_not_to_all(
         return int(fitting(*given))
 
     rig.engine.core.scheduler.score_batcher._fitting = count
-    jobs = [score_job([], [[n, *range(6)]]) for n in range(200)]
-    together = await rig.score_queued(jobs)
+    requests = [score_job([], [[n, *range(6)]]) for n in range(200)]
+    together = await rig.score_queued(requests)
     assert (max(asked) <= MAX_PASSED + 2) == (most == MAX_PASSED)
-    for job, found in zip(jobs[::40], together[::40], strict=True):
-        assert found.label_logprobs.tobytes() == (await rig.engine.score(job)).label_logprobs.tobytes()
+    for request, found in zip(requests[::40], together[::40], strict=True):
+        assert found.label_logprobs.tobytes() == (await rig.engine.score(request)).label_logprobs.tobytes()
 
 
 async def test_jobs_with_different_labels_share_a_step(make_rig: MakeRig, score_job: MakeScore) -> None:
@@ -221,8 +221,8 @@ async def test_jobs_with_different_labels_share_a_step(make_rig: MakeRig, score_
     lists = ((65,), (66, 200, 7), (200, 65))
     steps: list[int] = []
     rig = make_rig(before_step=lambda step: steps.append(len(step.parts)))
-    jobs = [score_job([1, 2, 3, index], [[4], [5, 6]], labels=labels) for index, labels in enumerate(lists)]
-    together = await asyncio.gather(*(rig.engine.score(job) for job in jobs))
+    requests = [score_job([1, 2, 3, index], [[4], [5, 6]], labels=labels) for index, labels in enumerate(lists)]
+    together = await asyncio.gather(*(rig.engine.score(request) for request in requests))
     assert max(steps) > 1
     for index, (labels, found) in enumerate(zip(lists, together, strict=True)):
         alone = await rig.engine.score(score_job([1, 2, 3, index], [[4], [5, 6]], labels=labels))

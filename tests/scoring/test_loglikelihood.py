@@ -163,12 +163,12 @@ def test_rows_are_whole_whatever_they_share(
 # Weights.
 
 
-def told(*values: list[float]) -> list[Any]:
+def reported(*values: list[float]) -> list[Any]:
     return [np.array(row, np.float32) for row in values]
 
 
 def test_weights_are_the_softmax_of_the_normalised_sums() -> None:
-    values = told([-1.5, -0.25], [-0.5], [-3.0, -2.0, -1.0])
+    values = reported([-1.5, -0.25], [-0.5], [-3.0, -2.0, -1.0])
     greedy = [np.array([True, True]), np.array([False]), np.array([True, False, True])]
     ids = [[1, 2], [3], [4, 5, 6]]
     kinds: list[tuple[Normalization, list[int]]] = [("none", [1, 1, 1]), ("tokens", [2, 1, 3]), ("bytes", [3, 2, 5])]
@@ -192,8 +192,8 @@ def test_bytes_of_token_ids_are_refused() -> None:
 
 def test_what_is_impossible_is_clamped_and_all_impossible_is_no_answer() -> None:
     yes = [np.ones(1, np.bool_)] * 2
-    found = continuation_scores(told([-np.inf], [-1.0]), yes, [[1], [2]], [1, 1])
+    found = continuation_scores(reported([-np.inf], [-1.0]), yes, [[1], [2]], [1, 1])
     assert found is not None
     assert [(one.logprob, one.weight) for one in found] == [(-9999.0, 0.0), (-1.0, 1.0)]
     assert found[0].token_logprobs == [-9999.0]
-    assert continuation_scores(told([-np.inf], [-np.inf]), yes, [[1], [2]], [1, 1]) is None
+    assert continuation_scores(reported([-np.inf], [-np.inf]), yes, [[1], [2]], [1, 1]) is None

@@ -34,7 +34,7 @@ from scoring.embeddings import cosines
 from scoring.errors import ItemError, ScoreCode
 from scoring.normalize import Float64s, ItemScores, by_item, score_items
 from scoring.rerank import log_odds, relevance
-from scoring.row_builder import PromptSpec, ScoringRows, joined, unshared
+from scoring.row_builder import PromptSpec, ScoringRows, check_tokens, joined, unshared
 from scoring.templates import Template
 
 COUNTS = (1, 2)  # labels that a language model's score may have: the logit of yes, or its distance to that of no
@@ -162,6 +162,7 @@ async def score_pairs(
         each = zip(queries, texts, specs, strict=True)
         parts = [await tokenize_rows(handler, context, query, [text], spec, card) for query, text, spec in each]
         rows = joined(parts, field)
+        check_tokens(len(rows.ids), handler.limits["max_request_tokens"], field)
     unread = _unread_texts(rows, field, all_or_nothing)
     scores, raw = await _scored(handler, context, card, rows, specs[0], request_id, salt, priority)
     check_items({index: error for index, error in scores.errors.items() if index not in unread}, field)
@@ -254,6 +255,7 @@ async def _cosines(
     found = await rows_of(texts, own, names.items, names.item_tokens, spec.max_item_tokens)
     unread = _unread_texts(found, names.items, all_or_nothing)
     both = joined([asked, found], names.items)
+    check_tokens(len(both.ids), handler.limits["max_request_tokens"], names.items)
     reply = await submit_pooling(handler, context, request_id, both, head, salt=salt, priority=priority)
     count = len(queries)
     failed = np.flatnonzero(reply.status != RowStatus.OK)
@@ -264,5 +266,4 @@ async def _cosines(
     vectors = reply.values[count:]
     asked_of = reply.values[:1] if count == 1 else reply.values[:count][found.items]
     cosine = by_item(found, cosines(asked_of, vectors), np.float64)
-    tokens, cached = sum(both.lengths()), int(reply.cached.sum())
-    return PairScores(cosine, cosine, found.truncated, tokens, cached, unread)
+    return PairScores(cosine, cosine, found.truncated, len(both.ids), int(reply.cached.sum()), unread)

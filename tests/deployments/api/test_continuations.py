@@ -58,13 +58,13 @@ async def test_rows_follow_the_formulas_of_the_contract(toy_client: Any, expecte
         context = [256, *f"is it{item}".encode()]
         assert (row["index"], row["truncated"], row["error"]) == (index, False, None)
         assert "probabilities" not in row
-        for text, told in zip(BODY["continuations"], row["continuations"], strict=True):
+        for text, reported in zip(BODY["continuations"], row["continuations"], strict=True):
             tokens = [*text.encode()]
-            assert told["token_ids"] == tokens
-            assert told["token_logprobs"] == expected(context, tokens)
-            assert told["logprob"] == pytest.approx(math.fsum(told["token_logprobs"]), rel=1e-12)
-        powers = [math.exp(told["logprob"]) for told in row["continuations"]]
-        weights = [told["weight"] for told in row["continuations"]]
+            assert reported["token_ids"] == tokens
+            assert reported["token_logprobs"] == expected(context, tokens)
+            assert reported["logprob"] == pytest.approx(math.fsum(reported["token_logprobs"]), rel=1e-12)
+        powers = [math.exp(reported["logprob"]) for reported in row["continuations"]]
+        weights = [reported["weight"] for reported in row["continuations"]]
         assert weights == pytest.approx([power / sum(powers) for power in powers], rel=1e-12)
         assert row["score"] == weights[0]
         assert row["prompt_tokens"] == 3 * len(context) + sum(map(len, BODY["continuations"]))
@@ -93,7 +93,7 @@ async def test_a_greedy_continuation_is_what_generation_says(toy_client: Any) ->
     greedy = drawn["choices"][0]["token_ids"]
     others = [*greedy[:5], (greedy[5] + 1) % 256]
     [row] = (await toy_client.score(query=[256, *context.encode()], items=[[]], continuations=[greedy, others]))["data"]
-    assert [told["is_greedy"] for told in row["continuations"]] == [True, False]
+    assert [reported["is_greedy"] for reported in row["continuations"]] == [True, False]
 
 
 async def test_nothing_depends_on_neighbours_or_the_cache(toy_client: Any) -> None:
@@ -112,19 +112,19 @@ async def test_nothing_depends_on_neighbours_or_the_cache(toy_client: Any) -> No
 async def test_echo_says_the_same_floats(toy_client: Any) -> None:
     found = await toy_client.score(**BODY)
     for item, row in zip(BODY["items"], found["data"], strict=True):
-        for text, told in zip(BODY["continuations"], row["continuations"], strict=True):
+        for text, reported in zip(BODY["continuations"], row["continuations"], strict=True):
             prompt = f"is it{item}{text}"
             echoed = await toy_client.complete(prompt=prompt, echo=True, logprobs=1, max_tokens=1)
             entries = echoed["choices"][0]["logprobs"]["token_logprobs"]
-            assert entries[-1 - len(text) : -1] == told["token_logprobs"]
+            assert entries[-1 - len(text) : -1] == reported["token_logprobs"]
 
 
 @pytest.mark.risk("D4")
 async def test_labels_of_one_token_have_the_same_floats(toy_client: Any) -> None:
     body = {"query": "q", "items": ["a", "bc"]}
     labelled = (await toy_client.score(**body, labels=["y", "n"]))["data"]
-    told = (await toy_client.score(**body, continuations=["y", "n"]))["data"]
-    for one, other in zip(labelled, told, strict=True):
+    reported = (await toy_client.score(**body, continuations=["y", "n"]))["data"]
+    for one, other in zip(labelled, reported, strict=True):
         assert one["logprobs"] == [found["logprob"] for found in other["continuations"]]
         assert one["probabilities"] == pytest.approx([found["weight"] for found in other["continuations"]], rel=1e-12)
 
@@ -134,9 +134,9 @@ async def test_lists_an_item_normalisation_and_layouts(toy_client: Any, expected
     found = await toy_client.score(**body, normalization="tokens")
     sums = [math.fsum(expected([256, *b"qa"], [*text.encode()])) for text in ("é", "xyz")]
     powers = [math.exp(total / size) for total, size in zip(sums, (2, 3), strict=True)]
-    weights = [told["weight"] for told in found["data"][0]["continuations"]]
+    weights = [reported["weight"] for reported in found["data"][0]["continuations"]]
     assert weights == pytest.approx([power / sum(powers) for power in powers], rel=1e-9)
-    assert [told["weight"] for told in found["data"][1]["continuations"]] == [1.0]
+    assert [reported["weight"] for reported in found["data"][1]["continuations"]] == [1.0]
     by_bytes = (await toy_client.score(**body, normalization="bytes"))["data"]  # a token of this model is a byte
     assert [row["continuations"] for row in by_bytes] == [row["continuations"] for row in found["data"]]
     columns = (await toy_client.score(**body, normalization="tokens", layout="columns"))["columns"]
@@ -251,16 +251,16 @@ async def test_the_built_in_model_says_what_the_library_says(
     for _ in range(2):  # computed, then with the query cached
         found = (await builtin.score(**body))["data"]
         for item, row in zip(items, found, strict=True):
-            for text, told in zip(more, row["continuations"], strict=True):
+            for text, reported in zip(more, row["continuations"], strict=True):
                 if seam == "joint":
                     [ids] = tokenizer.encode_batch([query + item + text], add_special_tokens=True)
                 else:
                     parts = tokenizer.encode_batch([query, item, text], add_special_tokens=False)
                     ids = [token for part in parts for token in part]
-                count = len(told["token_ids"])
-                assert told["token_ids"] == ids[-count:]
+                count = len(reported["token_ids"])
+                assert reported["token_ids"] == ids[-count:]
                 expected = by_the_library(library, ids, count)
-                assert np.abs(np.array(told["token_logprobs"]) - expected).max() < TOLERANCE
+                assert np.abs(np.array(reported["token_logprobs"]) - expected).max() < TOLERANCE
 
 
 async def test_the_joint_seam_differs_where_tokens_join(builtin: Any) -> None:
@@ -275,6 +275,6 @@ async def test_a_template_is_followed_by_continuations_as_data(builtin: Any) -> 
     found = await builtin.score(**body, continuations=[" yes", " no", "<|endoftext|>"])
     assert found["template"] == "builtin" and found["prompt_format_version"]
     for one, other in zip(labelled, found["data"], strict=True):
-        told = other["continuations"]
-        assert [len(x["token_ids"]) for x in told[:2]] == [1, 1] and len(told[2]["token_ids"]) > 1
-        assert np.abs(np.array(one["logprobs"]) - [x["logprob"] for x in told[:2]]).max() < 1e-5
+        reported = other["continuations"]
+        assert [len(x["token_ids"]) for x in reported[:2]] == [1, 1] and len(reported[2]["token_ids"]) > 1
+        assert np.abs(np.array(one["logprobs"]) - [x["logprob"] for x in reported[:2]]).max() < 1e-5

@@ -152,9 +152,9 @@ async def test_fields_of_a_message_are_refused_with_their_place(client: Any, nam
 
 
 @pytest.mark.parametrize(
-    ("value", "neutral", "told"),
+    ("value", "neutral", "reported"),
     [(None, (), True), (1, (1,), True), (1.0, (1,), True), (True, (1,), False), (1, (True,), False),
      (0, (False,), False), ([], ([],), True), ({}, ({},), True), ("", (), False), (0, (), False)],
 )  # fmt: skip
-def test_neutral_values(value: object, neutral: tuple[Any, ...], told: bool) -> None:
-    assert is_neutral(value, neutral) is told
+def test_neutral_values(value: object, neutral: tuple[Any, ...], reported: bool) -> None:
+    assert is_neutral(value, neutral) is reported

@@ -12,6 +12,7 @@ from deployments.api.schemas.pooling import PoolingResponse
 from deployments.api.schemas.score import ScoreResponse
 from deployments.config.sections import RerankArgs
 from deployments.config.settings import ApiSettings, ChatSettings
+from deployments.limits import Limits, WireLimits
 from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
 from scoring.templates import TemplateSpec
 
@@ -216,6 +217,17 @@ async def test_lengths_of_vectors_texts_are_counted_by_side(client_of: Any, back
         cut = await ask(client, "/score", text_1=query, text_2=[text], **caps)
         short = await ask(client, "/score", text_1=query[: kept[0]], text_2=[text[: kept[1]]])
         assert cut["data"][0]["score"] == short["data"][0]["score"] and cut["data"][0]["truncated"]
+
+
+@pytest.mark.parametrize("head", [CROSS, VECTORS])
+async def test_tokens_of_all_pairs_are_bounded_together(client_of: Any, backend: Any, head: HeadInfo) -> None:
+    client = client_of(ApiSettings(limits=Limits(wire=WireLimits(max_request_tokens=60))))
+    backend.head = head
+    for count, status in ((2, 200), (9, 413)):
+        body = {"text_1": ["ab"] * count, "text_2": ["cd"] * count}
+        found = await client.post("/score", body)
+        assert found.status_code == status, found.text
+    assert found.json()["error"]["code"] == "request_too_large"
 
 
 async def test_a_language_model_scores_pairs_by_its_prompt(client_of: Any, backend: Any, label_logprob: Any) -> None:

@@ -65,9 +65,9 @@ async def test_trap_1_each_list_of_tokens_has_its_choice_and_no_bos(toy_client: 
     assert [choice["index"] for choice in found["choices"]] == [0, 1, 2]
     for prompt, choice in zip(prompts, found["choices"], strict=True):
         assert choice["prompt_token_ids"] == prompt
-        told = choice["logprobs"]["token_logprobs"]
-        assert len(told) == len(prompt) + 1
-        assert told[1:-1] == [float(after(prompt[:at]).logprobs[prompt[at]]) for at in range(1, len(prompt))]
+        reported = choice["logprobs"]["token_logprobs"]
+        assert len(reported) == len(prompt) + 1
+        assert reported[1:-1] == [float(after(prompt[:at]).logprobs[prompt[at]]) for at in range(1, len(prompt))]
     [one] = (await toy_client.complete(prompt=prompts[:1], echo=True, logprobs=1, max_tokens=1))["choices"]
     assert one["logprobs"]["token_logprobs"][:-1] == found["choices"][0]["logprobs"]["token_logprobs"][:-1]
 
@@ -78,14 +78,14 @@ async def test_trap_2_entries_cover_prompt_and_answer_and_the_first_is_null(
 ) -> None:
     body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "max_tokens": max_tokens, "seed": 3, "ignore_eos": True}
     choice = (await toy_client.complete(**body, return_token_ids=True))["choices"][0]
-    told = choice["logprobs"]
-    assert {name: len(values) for name, values in told.items()} == dict.fromkeys(told, len(PROMPT) + max_tokens)
-    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+    reported = choice["logprobs"]
+    assert {name: len(values) for name, values in reported.items()} == dict.fromkeys(reported, len(PROMPT) + max_tokens)
+    assert reported["token_logprobs"][0] is None and reported["top_logprobs"][0] is None
     ids = [*PROMPT, *choice["token_ids"]]
     for at in range(1, len(ids)):
         row = after(ids[:at])
-        assert told["token_logprobs"][at] == float(row.logprobs[ids[at]])
-        assert sorted(told["top_logprobs"][at].values()) == sorted(
+        assert reported["token_logprobs"][at] == float(row.logprobs[ids[at]])
+        assert sorted(reported["top_logprobs"][at].values()) == sorted(
             {float(row.logprobs[token]) for token in (*row.order[:2], ids[at])}
         )
 
@@ -113,8 +113,8 @@ async def test_trap_4_greedy_is_equality_of_floats(toy_client: Any, after: Any) 
     prompt = [*PROMPT, best, 77]
     for asked in (0, 1, 3):
         body = {"prompt": prompt, "echo": True, "logprobs": asked, "max_tokens": 0}
-        told = (await toy_client.complete(**body))["choices"][0]["logprobs"]
-        rows = [*zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)]
+        reported = (await toy_client.complete(**body))["choices"][0]["logprobs"]
+        rows = [*zip(reported["tokens"], reported["token_logprobs"], reported["top_logprobs"], strict=True)]
         for at, (token, value, others) in enumerate(rows[1:], 1):
             assert others[token] == value
             assert asked == 0 or (value == max(others.values())) == (after(prompt[:at]).order[0] == prompt[at])
@@ -129,10 +129,10 @@ async def test_trap_5_no_alternative_hides_another(replica_client: Any) -> None:
         choice = (await client.complete(**body, logprobs=20, max_tokens=0, return_tokens_as_token_ids=named))[
             "choices"
         ][0]
-        told = choice["logprobs"]
-        for token, others in [*zip(told["tokens"], told["top_logprobs"], strict=True)][1:]:
+        reported = choice["logprobs"]
+        for token, others in [*zip(reported["tokens"], reported["top_logprobs"], strict=True)][1:]:
             assert len(others) in (20, 21) and token in others
-        assert any(token.startswith("token_id:" if named else "bytes:\\x") for token in told["tokens"])
+        assert any(token.startswith("token_id:" if named else "bytes:\\x") for token in reported["tokens"])
 
 
 async def test_trap_6_a_prompt_that_leaves_one_token_passes(toy_client: Any) -> None:
@@ -159,8 +159,8 @@ async def test_trap_7_generation_takes_the_end_text_and_strange_arguments(toy_cl
 
 def behind(choice: Any) -> tuple[list[float], dict[str, float]]:
     """The requested log-probabilities and the best ones at the last position of a completion's answer."""
-    told = choice["logprobs"]
-    return told["requested_logprobs"][-1], told["top_logprobs"][-1]
+    reported = choice["logprobs"]
+    return reported["requested_logprobs"][-1], reported["top_logprobs"][-1]
 
 
 @pytest.mark.parametrize("top", [0, 3])
@@ -179,8 +179,8 @@ async def test_prefill_alone_tells_the_position_behind_the_prompt(
         choice, usage = found["choices"][-1], found["usage"]
         assert choice["token_ids"] == [] and len(found["choices"]) == more.get("n", 1)
     assert choice["finish_reason"] == "length" and usage["completion_tokens"] == 0
-    told, best = behind(choice)
-    assert told == [float(row.logprobs[label]) for label in labels]
+    reported, best = behind(choice)
+    assert reported == [float(row.logprobs[label]) for label in labels]
     assert sorted(best.values()) == sorted(map(float, row.logprobs[row.order[: max(top, 1)]]))
     assert choice["logprobs"]["token_logprobs"][-1] == float(row.logprobs[row.order[0]])
     entries = len(PROMPT) + 1 if "echo" in more else 1
@@ -233,10 +233,10 @@ async def test_the_text_begins_with_the_prompt_and_offsets_say_where_tokens_stan
     plain = (await toy_client.complete(prompt=text, max_tokens=9, seed=3, logprobs=0))["choices"][0]
     found = (await toy_client.complete(prompt=text, max_tokens=9, seed=3, logprobs=0, echo=True))["choices"][0]
     assert found["text"] == text + plain["text"]
-    told, count = found["logprobs"], 1 + len(text.encode())
-    assert told["token_logprobs"][count:] == plain["logprobs"]["token_logprobs"]
-    assert told["text_offset"][:6] == [0, 0, 1, 2, 3, 3]  # the begin token has no text, "é" is two tokens
-    assert told["text_offset"][count:] == [len(text) + at for at in plain["logprobs"]["text_offset"]]
+    reported, count = found["logprobs"], 1 + len(text.encode())
+    assert reported["token_logprobs"][count:] == plain["logprobs"]["token_logprobs"]
+    assert reported["text_offset"][:6] == [0, 0, 1, 2, 3, 3]  # the begin token has no text, "é" is two tokens
+    assert reported["text_offset"][count:] == [len(text) + at for at in plain["logprobs"]["text_offset"]]
     shown = await toy_client.complete(prompt=text, max_tokens=1, echo=True, skip_special_tokens=False)
     assert shown["choices"][0]["text"].startswith("<bos>" + text) and shown["choices"][0]["logprobs"] is None
 
@@ -412,7 +412,7 @@ async def test_entries_moved_by_one_would_be_seen(toy_client: Any, after: Any, m
     from engine.scheduler import request_state
 
     true_targets = request_state._targets
-    monkeypatch.setattr(request_state, "_targets", lambda job: np.roll(true_targets(job), 1))
-    told = (await toy_client.complete(prompt=PROMPT, echo=True, logprobs=1, max_tokens=0))["choices"][0]["logprobs"]
+    monkeypatch.setattr(request_state, "_targets", lambda request: np.roll(true_targets(request), 1))
+    reported = (await toy_client.complete(prompt=PROMPT, echo=True, logprobs=1, max_tokens=0))["choices"][0]["logprobs"]
     expected = [float(after(PROMPT[:at]).logprobs[PROMPT[at]]) for at in range(1, len(PROMPT))]
-    assert told["token_logprobs"][1:] != expected
+    assert reported["token_logprobs"][1:] != expected

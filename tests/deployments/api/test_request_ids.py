@@ -91,6 +91,8 @@ async def test_a_client_cannot_choose_the_servers_ids(client: Any, backend: Any,
     body["request_id"] = "mine"
     sent = await asyncio.gather(*(client.post(path, body, x_request_id="mine") for _ in range(20)))
     ids = {answer.headers["x-assay-request-id"] for answer in sent} | {answer.json()["id"] for answer in sent}
-    jobs = {request.request_id for request in (*(one for call in backend.tasks for one in call), *backend.score_tasks)}
-    assert len(ids) == 40 and len(jobs) == 20
-    assert not any("mine" in one for one in ids | jobs)
+    requests = {
+        request.request_id for request in (*(one for call in backend.tasks for one in call), *backend.score_tasks)
+    }
+    assert len(ids) == 40 and len(requests) == 20
+    assert not any("mine" in one for one in ids | requests)

@@ -27,7 +27,7 @@ def chunk(branch: int, tokens: int, queue_s: float, prefill_s: float, compute_s:
     return PromptChunk(0, own)
 
 
-def told(streamed: bool) -> Heard:
+def reported(streamed: bool) -> Heard:
     """Two branches: one of 4 + 2 tokens within 3 s, one of 1 + 5 within 4 s."""
     times = iter((10.0, 11.0, 13.0, 15.0))
     pace, heard = TokenTiming(lambda: next(times)), Heard()
@@ -40,12 +40,12 @@ def told(streamed: bool) -> Heard:
 
 
 def test_stages_are_those_of_the_longest_branch() -> None:
-    assert told(streamed=False).stages == {"queue": 0.2, "prefill": 0.5, "decode": 5.5}
+    assert reported(streamed=False).stages == {"queue": 0.2, "prefill": 0.5, "decode": 5.5}
 
 
 def test_time_between_tokens_is_that_of_the_branch_with_most_of_them_after_its_first_message() -> None:
-    assert told(streamed=True).gaps == [pytest.approx((15.0 - 11.0) / 5)]
-    assert told(streamed=False).gaps == []
+    assert reported(streamed=True).gaps == [pytest.approx((15.0 - 11.0) / 5)]
+    assert reported(streamed=False).gaps == []
 
 
 def test_nothing_that_came_is_nothing_sent() -> None:

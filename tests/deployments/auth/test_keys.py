@@ -158,8 +158,8 @@ async def test_a_changed_file_takes_over_without_a_restart(file: Path, caplog: A
         await watch.look()
         await watch.look()
         assert named(access, "other") == "team"
-    told = [record.message for record in caplog.records if "former keys" in record.message]
-    assert len(told) == 2 and SECRET not in caplog.text
+    reported = [record.message for record in caplog.records if "former keys" in record.message]
+    assert len(reported) == 2 and SECRET not in caplog.text
     write(file, ENTRY)
     await watch.look()
     assert named(access) == "team"

@@ -227,8 +227,8 @@ def test_a_port_that_is_taken_is_a_warning(check: Check) -> None:
 
 def test_an_override_is_reported(check: Check) -> None:
     found = check(with_({"app.deployments": [{"name": "Replica", "num_replicas": 3, "max_ongoing_requests": 8}]}))
-    told = {one.where.rpartition(".")[2]: one.message for one in found.findings if one.level == "note"}
-    assert "3 replaces 1" in told["num_replicas"] and "8 replaces 1024" in told["max_ongoing_requests"]
+    reported = {one.where.rpartition(".")[2]: one.message for one in found.findings if one.level == "note"}
+    assert "3 replaces 1" in reported["num_replicas"] and "8 replaces 1024" in reported["max_ongoing_requests"]
     assert found.plans[0].parts[1].max_actors == 3
 
 

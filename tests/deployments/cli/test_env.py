@@ -47,15 +47,15 @@ def test_what_helps_and_harms_no_one_is_shown(name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "reported"),
     [
         ("/opt/conda/envs/assay311/lib/python3.11/site-packages", True),
         ("/srv/0123456789abcdef0123", False),
         ("/srv/Zq8vXw4TnB2k:/usr", False),
     ],
 )
-def test_a_path_is_reported_unless_a_part_of_it_looks_like_a_token(path: str, told: bool) -> None:
-    assert (system_info.shown("PYTHONPATH", path) == path) is told
+def test_a_path_is_reported_unless_a_part_of_it_looks_like_a_token(path: str, reported: bool) -> None:
+    assert (system_info.shown("PYTHONPATH", path) == path) is reported
 
 
 def test_the_home_folder_is_reported_without_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,7 +253,7 @@ def test_memory_is_bounded_by_a_window_of_jobs() -> None:
     taken: list[int] = []
     first = threading.Event()
 
-    def jobs() -> Any:
+    def requests() -> Any:
         for number in range(1000):
             taken.append(number)
             yield number
@@ -270,7 +270,7 @@ def test_memory_is_bounded_by_a_window_of_jobs() -> None:
         first.set()
 
     threading.Timer(0.2, look).start()
-    assert list(in_order(call, jobs(), 3)) == list(range(1000))
+    assert list(in_order(call, requests(), 3)) == list(range(1000))
     assert seen == [AHEAD * 3]
 
 

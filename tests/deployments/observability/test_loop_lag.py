@@ -126,17 +126,17 @@ async def test_work_on_the_loop_would_be_seen(
 
 
 async def test_the_metric_tells_how_late_the_loop_was() -> None:
-    told: list[float] = []
-    lag = LoopLagMonitor(told.append, period_s=0.001)
+    reported: list[float] = []
+    lag = LoopLagMonitor(reported.append, period_s=0.001)
     lag.start()
-    while len(told) < 3:
+    while len(reported) < 3:
         await asyncio.sleep(0.001)
-    told.clear()
+    reported.clear()
     time.sleep(0.1)  # the planted fault: a call that blocks
-    while not told:
+    while not reported:
         await asyncio.sleep(0.001)
     await lag.stop()
-    assert told[0] > 0.09
-    count = len(told)
+    assert reported[0] > 0.09
+    count = len(reported)
     await asyncio.sleep(0.01)
-    assert len(told) == count
+    assert len(reported) == count

@@ -77,14 +77,14 @@ class Strangers:
 
 async def growth(app: FastAPI, metrics: IngressMetrics, count: int) -> int:
     """Series that `count` strangers add once each route has met some of each kind."""
-    await told(Strangers(app, 1), 1000)
+    await reported(Strangers(app, 1), 1000)
     before = series(metrics)
-    statuses = await told(Strangers(app, 2), count)
+    statuses = await reported(Strangers(app, 2), count)
     assert max(statuses) < 500 and len(statuses) > 3
     return series(metrics) - before
 
 
-async def told(strangers: Strangers, count: int) -> set[int]:
+async def reported(strangers: Strangers, count: int) -> set[int]:
     return {await strangers.one() for _ in range(count)}
 
 

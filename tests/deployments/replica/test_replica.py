@@ -186,12 +186,12 @@ async def test_prompt_scores_come_first(server: Server, alone: bool) -> None:
     reply = await server.generate(task)
     kinds = [(item.prompt, isinstance(item.chunk, PromptScores)) for item in reply.chunks]
     rest = [] if alone else [False] * 2
-    assert kinds == [(q, told) for q in (0, 1) for told in (True, *rest)]
+    assert kinds == [(q, reported) for q in (0, 1) for reported in (True, *rest)]
     sizes = [item.chunk.logprobs.shape for item in reply.chunks if isinstance(item.chunk, PromptScores)]
     assert sizes == [(len(PROMPT) - 1,), (0,)]
-    told = [item for reply in [reply async for reply in server.stream(task)] for item in reply.chunks]
-    first = [next(isinstance(item.chunk, PromptScores) for item in told if item.prompt == q) for q in (0, 1)]
-    assert first == [True, True] and (not alone or len(told) == 2)
+    reported = [item for reply in [reply async for reply in server.stream(task)] for item in reply.chunks]
+    first = [next(isinstance(item.chunk, PromptScores) for item in reported if item.prompt == q) for q in (0, 1)]
+    assert first == [True, True] and (not alone or len(reported) == 2)
 
 
 @pytest.mark.risk("S2")

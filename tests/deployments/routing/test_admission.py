@@ -135,12 +135,12 @@ def test_the_gate_opens_when_it_said() -> None:
     admission.admit(score(0, 300))
 
 
-@pytest.mark.parametrize(("queued", "told"), [(501, "1"), (10**6, "60")])
-def test_retry_after_is_from_1_to_60_seconds(queued: int, told: str) -> None:
+@pytest.mark.parametrize(("queued", "reported"), [(501, "1"), (10**6, "60")])
+def test_retry_after_is_from_1_to_60_seconds(queued: int, reported: str) -> None:
     admission, _, _ = gate(Load(queued, 100.0, 800))
     with pytest.raises(ApiError) as refused:
         admission.admit(score(0, 300))
-    assert refused.value.headers()["retry-after"] == told
+    assert refused.value.headers()["retry-after"] == reported
 
 
 def test_what_is_cut_into_blocks_needs_room_for_a_block() -> None:
@@ -434,14 +434,14 @@ async def test_a_replica_tells_how_fast_its_queue_is_worked_off(make_fleet: Make
     server, model = fleet.servers[0], fleet.models[0]
     model.step_seconds = 0.02
 
-    async def told() -> float:
+    async def reported() -> float:
         families = server.metric_families()
         return float(next(f for f in families if f.name == "assay_drain_tokens_per_second").samples[0].value)
 
-    assert await told() == 0
+    assert await reported() == 0
     reply = await server.score(score(0, *[10] * 200))
-    assert 64 / 0.1 < await told() < 64 / 0.02
-    assert reply.load.tokens_per_s == await told() == server.record_autoscaling_stats()["tokens_per_s"]
+    assert 64 / 0.1 < await reported() < 64 / 0.02
+    assert reply.load.tokens_per_s == await reported() == server.record_autoscaling_stats()["tokens_per_s"]
     assert reply.load.max_queued_tokens == max(64, int(8 * reply.load.tokens_per_s))
 
 

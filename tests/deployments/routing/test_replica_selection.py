@@ -121,11 +121,11 @@ def test_a_call_that_went_elsewhere_is_on_the_other_ones_books() -> None:
 
 def test_what_waits_here_is_in_no_report() -> None:
     loads, clock = make_loads("a")
-    told, held, gone = loads.send("a", 10), loads.send("a", 70), loads.send("a", 30)
+    reported, held, gone = loads.send("a", 10), loads.send("a", 70), loads.send("a", 30)
     loads.hold(held)
     loads.hold(gone)
     assert loads.load("a") == 110
-    loads.report(told, Load(200, 100.0))
+    loads.report(reported, Load(200, 100.0))
     assert loads.load("a") == 200 + 70 + 30
     clock.now += 1
     assert loads.load("a") == 100 + 70 + 30, "it is not worked off, either"
@@ -134,7 +134,7 @@ def test_what_waits_here_is_in_no_report() -> None:
     loads.release(held)
     loads.release(gone)
     assert loads.load("a") == 100 + 70
-    loads.report(told, Load(150, 100.0))  # and now it counts what was sent
+    loads.report(reported, Load(150, 100.0))  # and now it counts what was sent
     loads.close(held)
     assert loads.load("a") == 150
 

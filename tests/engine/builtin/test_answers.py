@@ -76,9 +76,9 @@ async def completions(engine: Engine, prompts: Sequence[Sequence[int]], temperat
     params = SamplingParams(temperature=temperature, max_tokens=NEW, stop_token_ids=engine.model.eos_token_ids)
 
     async def ask(index: int, prompt: Sequence[int]) -> list[int]:
-        job = GenerateRequest(request_id=f"g{index}", prompt=np.array(prompt, np.int32), params=params, seed=index)
+        request = GenerateRequest(request_id=f"g{index}", prompt=np.array(prompt, np.int32), params=params, seed=index)
         async with gate:
-            return [int(token) for chunk in await engine.complete(job) for token in chunk.tokens]
+            return [int(token) for chunk in await engine.complete(request) for token in chunk.tokens]
 
     return await asyncio.gather(*(ask(index, prompt) for index, prompt in enumerate(prompts)))
 
@@ -190,7 +190,7 @@ async def test_scores_of_rows_that_lack_a_token_are_seen_to_differ(
 
 
 async def label_scores(engine: Engine, tokenizer: Tokenizer, family: str, words: Sequence[str]) -> tuple[Float32s, Any]:
-    """Log-probabilities [N, L] of the words after held-out questions, all in one job, and the right words."""
+    """Log-probabilities [N, L] of the words after held-out questions, all in one request, and the right words."""
     asked = evaluate.questions(family, PAIRS, seed=3)
     rows = tokenizer.encode_batch([question.prompt for question in asked], add_special_tokens=False)
     labels = word_ids(tokenizer, words)

@@ -85,8 +85,8 @@ async def running(sampler: type[Sampler] = Sampler, **config: Any) -> AsyncItera
 
 
 async def ask(engine: Engine, needle: Needle, name: str = "needle") -> list[int]:
-    job = GenerateRequest(request_id=name, prompt=needle.prompt, params=needle.params, seed=needle.seed)
-    return [int(token) for chunk in await engine.complete(job) for token in chunk.tokens]
+    request = GenerateRequest(request_id=name, prompt=needle.prompt, params=needle.params, seed=needle.seed)
+    return [int(token) for chunk in await engine.complete(request) for token in chunk.tokens]
 
 
 async def among(engine: Engine, needle: Needle, rng: np.random.Generator) -> list[int]:
@@ -99,9 +99,9 @@ async def among(engine: Engine, needle: Needle, rng: np.random.Generator) -> lis
         )
         for _ in range(int(rng.integers(1, 32)))
     ]
-    jobs = [ask(engine, other, f"other{index}") for index, other in enumerate(others)]
-    place = int(rng.integers(len(jobs) + 1))
-    answers = await asyncio.gather(*jobs[:place], ask(engine, needle), *jobs[place:])
+    requests = [ask(engine, other, f"other{index}") for index, other in enumerate(others)]
+    place = int(rng.integers(len(requests) + 1))
+    answers = await asyncio.gather(*requests[:place], ask(engine, needle), *requests[place:])
     return answers[place]
 
 

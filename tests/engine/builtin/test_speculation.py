@@ -76,10 +76,10 @@ def prompts(count: int) -> list[npt.NDArray[np.int32]]:
 
 async def complete(engine: Engine, count: int, **fields: Any) -> list[GenerateChunk]:
     params = SamplingParams(max_tokens=NEW, stop_token_ids=engine.model.eos_token_ids, **fields)
-    jobs = [
+    requests = [
         GenerateRequest(request_id=str(i), prompt=ids, params=params, seed=i) for i, ids in enumerate(prompts(count))
     ]
-    return [chunks[0] for chunks in await asyncio.gather(*(engine.complete(job) for job in jobs))]
+    return [chunks[0] for chunks in await asyncio.gather(*(engine.complete(request) for request in requests))]
 
 
 @pytest.fixture(scope="module")

@@ -92,9 +92,9 @@ def test_compiled_layers_and_graphs_agree_with_eager(
     torch.compiler.reset()
     eager = tiny_driver(on_gpu(tiny_models, name), engine=PLAIN)
     full = tiny_driver(on_gpu(tiny_models, name), engine=FULL)
-    told: list[str] = []
-    full.model.warm_up(lambda stage, seconds: told.append(stage))
-    assert told == ["attention kernels", "compile", "graphs", "likelihoods"]
+    reported: list[str] = []
+    full.model.warm_up(lambda stage, seconds: reported.append(stage))
+    assert reported == ["attention kernels", "compile", "graphs", "likelihoods"]
     assert largest_difference(_steps(full), _steps(eager)) < BF16
 
 

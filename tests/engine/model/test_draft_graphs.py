@@ -295,9 +295,9 @@ def test_without_a_device_s_sampler_or_graphs_of_the_model_nothing_is_captured(
     assert drafting(sampler=Sampler).proposer._graphs is None
     made = drafting(captured=False)
     made.model._decode_graphs = None
-    told: list[str] = []
-    made.proposer.warm_up(lambda stage, seconds: told.append(stage))
-    assert made.proposer._graphs is None and told == []
+    reported: list[str] = []
+    made.proposer.warm_up(lambda stage, seconds: reported.append(stage))
+    assert made.proposer._graphs is None and reported == []
 
 
 def test_what_cannot_be_captured_is_said_and_drafted_one_by_one(
@@ -509,9 +509,9 @@ def on_gpu(tiny_models: Any, method: DraftMethod, captured: bool) -> Drafting:
     sampler = Sampler(num_slots=LIVE + 1, vocab_size=VOCAB, device="cuda")
     made = Drafting(model, sampler, config, KINDS_OF_ROWS)
     sampler.warm_up(LIVE, lambda line: None, drafts=DRAFTS, rules=config.rules)
-    told: list[str] = []
-    made.proposer.warm_up(lambda stage, seconds: told.append(stage))
-    assert told[-1] == "draft runs" and "draft graphs" in told
+    reported: list[str] = []
+    made.proposer.warm_up(lambda stage, seconds: reported.append(stage))
+    assert reported[-1] == "draft runs" and "draft graphs" in reported
     if not captured:
         made.proposer._graphs = None
     return made

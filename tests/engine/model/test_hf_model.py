@@ -123,22 +123,22 @@ def test_a_model_called_outside_of_a_step_says_so(tiny_models: Any) -> None:
 def test_a_cpu_needs_no_attention_library(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # importing it would raise
     d = tiny_models.driver("llama")
-    told: list[str] = []
-    d.model.warm_up(lambda stage, seconds: told.append(stage))
-    assert told == []
+    reported: list[str] = []
+    d.model.warm_up(lambda stage, seconds: reported.append(stage))
+    assert reported == []
     assert d.error(StepKind.SCORE, [d.run(d.add(5), 0, 5)]) < TOLERANCE
 
 
 def test_every_stage_of_making_a_model_is_reported(tiny_models: Any) -> None:
-    told: dict[str, float] = {}
+    reported: dict[str, float] = {}
 
     def note(stage: str, seconds: float) -> None:
-        told[stage] = seconds
+        reported[stage] = seconds
 
     HFModel(tiny_models.module("llama"), ENGINE, progress=note)
     checks = ["weights digest", "probe", "head check", "packing check", "fuse projections", "second packing check"]
-    assert list(told) == [*checks, "pool"]
-    assert min(told.values()) >= 0
+    assert list(reported) == [*checks, "pool"]
+    assert min(reported.values()) >= 0
 
 
 # Loading
@@ -153,12 +153,12 @@ def folder(tiny_models: Any, tmp_path: Path) -> Path:
 
 
 def test_a_saved_model_loads_from_its_folder(tiny_models: Any, folder: Path) -> None:
-    told: list[str] = []
-    model = load_model(ModelConfig(path=folder), ENGINE, lambda stage, seconds: told.append(stage))
+    reported: list[str] = []
+    model = load_model(ModelConfig(path=folder), ENGINE, lambda stage, seconds: reported.append(stage))
     d = tiny_models.driver("qwen3")
     run = d.run(d.add(7), 0, 7)
     assert torch.allclose(model.forward(StepKind.SCORE, [run], d.table), d.alone(0), atol=1e-4)
-    assert told[0] == "load"
+    assert reported[0] == "load"
     assert (model.vocab_size, model.max_model_len, model.num_slots) == (111, 96, 331)
     assert (model.bos_token_id, model.eos_token_ids) == (1, (2, 5))
     assert model.device.type == "cpu"

@@ -84,7 +84,7 @@ async def test_continuations_have_the_librarys_log_probabilities(tiny_models: An
     own = [np.concatenate((CONTEXT[30:], label)) for label in LABELS]
     shared = np.array([0, 9, 9], np.int32)
     rows = [tokens[share:] for tokens, share in zip(own, shared, strict=True)]
-    job = LikelihoodRequest(
+    request = LikelihoodRequest(
         request_id="l", prefix=CONTEXT[:30], ids=np.concatenate(rows),
         starts=np.cumsum([0, *map(len, rows)]).astype(np.int32), shared=shared,
         wanted=np.array([len(label) for label in LABELS], np.int32),
@@ -92,7 +92,7 @@ async def test_continuations_have_the_librarys_log_probabilities(tiny_models: An
     for config in ({}, {"token_budget": 2}, {"token_budget": 7}, {"known_head": False}):
         async with running(tiny_models.module(name), **config) as engine:
             for _ in range(2):  # the second time over a cached prefix
-                found = await engine.likelihood(job)
+                found = await engine.likelihood(request)
                 assert np.abs(found.logprobs - np.concatenate(expected)).max() < TOLERANCE
 
 
@@ -100,7 +100,7 @@ async def test_positions_off_by_one_would_be_seen(tiny_models: Any, monkeypatch:
     expected = by_the_library(tiny_models.module("llama"), PROMPT)[:-1]
     own = expected[np.arange(len(expected)), PROMPT[1:]]
     true_targets = request_state._targets
-    monkeypatch.setattr(request_state, "_targets", lambda job: np.roll(true_targets(job), 1))
+    monkeypatch.setattr(request_state, "_targets", lambda request: np.roll(true_targets(request), 1))
     async with running(tiny_models.module("llama")) as engine:
         found = await whole_prompt(engine)
     assert np.abs(found.logprobs - own).max() > 100 * TOLERANCE

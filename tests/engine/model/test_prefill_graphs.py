@@ -245,10 +245,10 @@ def test_captured_prefill_steps_agree_with_eager_ones(tiny_models: Any, tiny_dri
     torch.compiler.reset()
     eager = tiny_driver(on_gpu(tiny_models, name), engine=EAGER)
     full = tiny_driver(on_gpu(tiny_models, name), engine=SMALL)
-    told: dict[str, float] = {}
-    full.model.warm_up(told.__setitem__)
-    assert list(told) == ["attention kernels", "compile", "graphs", "prefill graphs", "likelihoods"]
-    assert told["prefill graphs"] > 0
+    reported: dict[str, float] = {}
+    full.model.warm_up(reported.__setitem__)
+    assert list(reported) == ["attention kernels", "compile", "graphs", "prefill graphs", "likelihoods"]
+    assert reported["prefill graphs"] > 0
     assert full.model.prefill_graph_limit == StepSize(96, 15, prefill.MAX_ATTENDED)
     before = full.model.graph_replays
     assert _largest_difference(_answers(full), _answers(eager)) < BF16
@@ -298,7 +298,7 @@ def test_without_the_option_or_graphs_none_are_captured(
 ) -> None:
     engine = EngineConfig(**{"kv_slots": 331, "token_budget": 64, "max_running": 4, "compile": False, **changes})
     d = tiny_driver(on_gpu(tiny_models, "llama"), engine=engine)
-    told: list[str] = []
-    d.model.warm_up(lambda stage, seconds: told.append(stage))
-    assert "prefill graphs" not in told
+    reported: list[str] = []
+    d.model.warm_up(lambda stage, seconds: reported.append(stage))
+    assert "prefill graphs" not in reported
     assert d.model.prefill_graph_limit is None

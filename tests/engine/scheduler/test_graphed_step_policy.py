@@ -74,9 +74,9 @@ def test_steps_that_are_as_small_anyway_or_cost_as_much_are_not_cut() -> None:
 
 
 async def together(
-    make_rig: MakeRig, score_job: MakeScore, jobs: int, largest: StepSize | None, **config: Any
+    make_rig: MakeRig, score_job: MakeScore, requests: int, largest: StepSize | None, **config: Any
 ) -> tuple[list[Any], list[tuple[int, bool]]]:
-    """Returns the answers to jobs of one item each that come during the first step, and the later steps: tokens, and
+    """Returns the answers to requests of one item each that come in the first step, and the later steps: tokens, and
     whether there was more work than steps hold."""
     steps: list[tuple[int, bool]] = []
     began, come = threading.Event(), threading.Event()
@@ -91,8 +91,8 @@ async def together(
     rig.engine.start()
     first = asyncio.create_task(rig.engine.score(score_job([], [[7] * ITEM])))
     await asyncio.to_thread(began.wait, 30)
-    tasks = [asyncio.create_task(rig.engine.score(score_job([], [[n % 250] * ITEM]))) for n in range(jobs)]
-    while rig.engine.core.tracker.queued_tokens < (jobs + 1) * ITEM:
+    tasks = [asyncio.create_task(rig.engine.score(score_job([], [[n % 250] * ITEM]))) for n in range(requests)]
+    while rig.engine.core.tracker.queued_tokens < (requests + 1) * ITEM:
         await asyncio.sleep(0)
     come.set()
     found = await asyncio.gather(first, *tasks)

@@ -47,7 +47,7 @@ def test_pool_slots_are_appended_by_position(generate_job: Callable[..., Generat
 
 
 def test_an_empty_item_is_the_prefixs_last_token_again() -> None:
-    job = type("Job", (), {"prefix": np.arange(5), "ids": np.array([7, 8]), "starts": np.array([0, 2, 2])})()
+    request = type("Job", (), {"prefix": np.arange(5), "ids": np.array([7, 8]), "starts": np.array([0, 2, 2])})()
     state = LabelScoreState.__new__(LabelScoreState)
-    state.request = job
+    state.request = request
     assert [(context, ids.tolist()) for context, ids in map(state.item, range(2))] == [(5, [7, 8]), (4, [4])]

@@ -1,4 +1,4 @@
-"""Which step comes next: the decode gap on a fake clock, priorities, isolated jobs, who is preempted."""
+"""Which step comes next: the decode gap on a fake clock, priorities, isolated requests, who is preempted."""
 
 import asyncio
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class FakeClock:
 
 
 async def decode_gaps(make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, gap: float) -> list[float]:
-    """Times between decode steps while a long prompt and a long score job are computed beside eight streams."""
+    """Times between decode steps while a long prompt and a long score request are computed beside eight streams."""
     clock = FakeClock()
     rig = make_rig(
         clock=clock, max_model_len=4_000, num_slots=9_000, token_budget=4_096, decode_gap_s=gap, max_step_s=10.0
@@ -65,7 +65,7 @@ async def test_streams_never_wait_longer_than_the_gap_and_one_step(
 
 
 async def score_share(make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore) -> float:
-    """Part of the time that a large score job gets beside eight streams that never pause."""
+    """Part of the time that a large score request gets beside eight streams that never pause."""
     clock = FakeClock()
     rig = make_rig(clock=clock, max_model_len=2_000, num_slots=20_000, token_budget=128, decode_gap_s=10.0)
     clock.attach(rig)
@@ -77,7 +77,7 @@ async def score_share(make_rig: MakeRig, generate_job: MakeJob, score_job: MakeS
         stream.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
     seconds = {StepKind.SCORE: 0.0, StepKind.DECODE: 0.0}
-    scored = [at for at, step in enumerate(clock.steps) if step[1] is StepKind.SCORE]  # the job may have come late
+    scored = [at for at, step in enumerate(clock.steps) if step[1] is StepKind.SCORE]  # the request may have come late
     for _, kind, tokens in clock.steps[scored[0] : scored[-1] + 1]:
         seconds[kind] += 0.001 + 0.0001 * tokens
     return seconds[StepKind.SCORE] / sum(seconds.values())
@@ -134,9 +134,9 @@ async def test_steps_of_one_kind_only_and_solo_jobs_share_none(
 ) -> None:
     seen: list[tuple[StepKind, list[Any]]] = []
     rig = make_rig(token_budget=20, before_step=lambda step: seen.append((step.kind, step.requests())))
-    jobs = [generate_job([n, 3, 4, 5], max_tokens=9, isolated=n in (2, 5), n=1 + n % 2) for n in range(8)]
+    requests = [generate_job([n, 3, 4, 5], max_tokens=9, isolated=n in (2, 5), n=1 + n % 2) for n in range(8)]
     scores = [score_job([n, 1], [[4], [5, 6]], isolated=n == 1) for n in range(4)]
-    await asyncio.gather(*(rig.engine.complete(job) for job in jobs), *map(rig.engine.score, scores))
+    await asyncio.gather(*(rig.engine.complete(request) for request in requests), *map(rig.engine.score, scores))
     assert {kind for kind, _ in seen} == {StepKind.PREFILL, StepKind.DECODE, StepKind.SCORE}
     assert any(len(works) > 2 for _, works in seen)
     for kind, works in seen:
@@ -151,9 +151,9 @@ def names(step: Any) -> list[str]:
 async def test_a_lower_priority_number_is_served_first(make_rig: MakeRig, score_job: MakeScore) -> None:
     order: list[str] = []
     rig = make_rig(token_budget=8, start=False, before_step=lambda step: order.extend(names(step)))
-    jobs = [score_job([], [[n, 1, 2, 3, 4, 5, 6]], priority=3 - n) for n in range(4)]
-    await rig.score_queued(jobs)
-    assert list(dict.fromkeys(order)) == [job.request_id for job in reversed(jobs)]
+    requests = [score_job([], [[n, 1, 2, 3, 4, 5, 6]], priority=3 - n) for n in range(4)]
+    await rig.score_queued(requests)
+    assert list(dict.fromkeys(order)) == [request.request_id for request in reversed(requests)]
 
 
 async def test_the_least_important_then_youngest_row_is_preempted(make_rig: MakeRig, generate_job: MakeJob) -> None:
@@ -225,10 +225,10 @@ async def test_rows_that_are_never_yielded_would_be_seen(
 
 async def test_yielded_rows_go_on_with_the_same_tokens(make_rig: MakeRig, generate_job: MakeJob) -> None:
     rig = make_rig(num_slots=4_000, max_running=4, max_model_len=400)
-    jobs = [generate_job([n, 1, 2], max_tokens=60, seed=n, tenant="many") for n in range(4)]
-    alone = [(await rig.run(job)).tokens for job in jobs]
+    requests = [generate_job([n, 1, 2], max_tokens=60, seed=n, tenant="many") for n in range(4)]
+    alone = [(await rig.run(request)).tokens for request in requests]
     again = [generate_job([n, 1, 2], max_tokens=60, seed=n, tenant="many") for n in range(4)]
-    many = [asyncio.create_task(rig.run(job)) for job in again]
+    many = [asyncio.create_task(rig.run(request)) for request in again]
     while rig.model.steps < 70:
         await asyncio.sleep(0)
     for n in range(3):

@@ -1,4 +1,4 @@
-"""How many tokens a chunk holds, and for how long a job runs alone."""
+"""How many tokens a chunk holds, and for how long a request runs alone."""
 
 import asyncio
 import itertools
@@ -24,9 +24,9 @@ async def test_longer_chunks_hold_the_same(
 ) -> None:
     speculation = {} if draft_blur is None else {"speculation": speculating()}
     rig = make_rig(draft_blur=draft_blur, real_sampler=draft_blur is not None, **speculation)
-    job = generate_job(range(20), max_tokens=23, logprobs=2)
-    step_by_step = await rig.run(job)
-    chunks = [chunk async for chunk in rig.engine.generate(replace(job, stream_interval=every))]
+    request = generate_job(range(20), max_tokens=23, logprobs=2)
+    step_by_step = await rig.run(request)
+    chunks = [chunk async for chunk in rig.engine.generate(replace(request, stream_interval=every))]
     assert [len(chunk.tokens) >= every for chunk in chunks[:-1]] == [True] * (len(chunks) - 1)
     assert [chunk.finish is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert sum(len(chunk.tokens) for chunk in chunks) == len(step_by_step.tokens) == 23
@@ -43,10 +43,10 @@ def speculating() -> Any:
 
 async def test_a_preempted_row_goes_on_with_its_chunk(make_rig: MakeRig, generate_job: MakeJob) -> None:
     """A pool too small for all: rows are thrown out in the middle of a chunk, and nothing of it is lost."""
-    job = generate_job([1, 3, 4], max_tokens=60, logprobs=1, n=4)
-    expected = joined([chunk async for chunk in make_rig().engine.generate(job)])
+    request = generate_job([1, 3, 4], max_tokens=60, logprobs=1, n=4)
+    expected = joined([chunk async for chunk in make_rig().engine.generate(request)])
     rig = make_rig(num_slots=100, max_model_len=96, admission_tokens=4)
-    assert joined([chunk async for chunk in rig.engine.generate(replace(job, stream_interval=11))]) == expected
+    assert joined([chunk async for chunk in rig.engine.generate(replace(request, stream_interval=11))]) == expected
     assert rig.engine.stats().preemptions > 0
 
 
@@ -54,9 +54,9 @@ async def test_rows_that_ask_for_different_things_get_the_same_as_alone(
     make_rig: MakeRig, generate_job: MakeJob
 ) -> None:
     """Chunks of several sizes, log-probabilities of several widths or none, ends by stop ids and by length, in one
-    batch, against each job by itself and token by token."""
+    batch, against each request by itself and token by token."""
     widths: list[dict[str, Any]] = [{}, {"logprobs": 0}, {"logprobs": 3}, {"logprob_token_ids": (5, 6)}]
-    jobs = [
+    requests = [
         replace(
             generate_job([9, n, 4], max_tokens=70 + n, stop_token_ids=tuple(range(2 * n)), **widths[n % 4]),
             stream_interval=e,
@@ -65,11 +65,11 @@ async def test_rows_that_ask_for_different_things_get_the_same_as_alone(
     ]
     rig = make_rig(overlap=True)
     async with asyncio.timeout(60):
-        found = await asyncio.gather(*(_chunks(rig, job) for job in jobs))
-        for job, chunks in zip(jobs, found, strict=True):
-            alone = await _chunks(make_rig(), replace(job, stream_interval=1))
+        found = await asyncio.gather(*(_chunks(rig, request) for request in requests))
+        for request, chunks in zip(requests, found, strict=True):
+            alone = await _chunks(make_rig(), replace(request, stream_interval=1))
             assert _columns(chunks) == _columns(alone)
-            assert all(len(chunk.tokens) == job.stream_interval for chunk in chunks[:-1])
+            assert all(len(chunk.tokens) == request.stream_interval for chunk in chunks[:-1])
 
 
 @pytest.mark.parametrize("every", [1, 5, 1 << 62])
@@ -79,21 +79,21 @@ async def test_a_row_that_fails_between_two_chunks_ends_its_job_immediately(
     """The second of three branches fails with its fourth token. The third runs no further; a neighbour is unchanged."""
     rig = make_rig()
     sample, steps = rig.sampler.sample, 0
-    job = generate_job([1, 2, 3], max_tokens=30, n=3, stream_interval=every, seed=1)
+    request = generate_job([1, 2, 3], max_tokens=30, n=3, stream_interval=every, seed=1)
     other = generate_job([4, 5], max_tokens=30, stream_interval=every, logprobs=1)
 
     def spoil(logits: Any, slots: Any) -> Any:
         nonlocal steps
         out = sample(logits, slots)
         rows = [rig.engine.core.table.sequences[slot] for slot in slots]
-        mine = [row for row, sequence in enumerate(rows) if sequence.parent.request is job and sequence.branch == 1]
+        mine = [row for row, sequence in enumerate(rows) if sequence.parent.request is request and sequence.branch == 1]
         steps += len(mine)
         if mine and steps == 4:
             out.flags[mine] = int(RowFlag.BAD_VALUE)
         return out
 
     rig.sampler.sample = spoil
-    failed, chunks = await asyncio.gather(_chunks(rig, job), _chunks(rig, other), return_exceptions=True)
+    failed, chunks = await asyncio.gather(_chunks(rig, request), _chunks(rig, other), return_exceptions=True)
     assert isinstance(failed, EngineError) and failed.code == ErrorCode.NONFINITE_LOGITS
     assert not isinstance(chunks, BaseException)
     assert steps == 4
@@ -101,8 +101,8 @@ async def test_a_row_that_fails_between_two_chunks_ends_its_job_immediately(
     assert _columns(chunks) == _columns(await _chunks(make_rig(), other))
 
 
-async def _chunks(rig: Any, job: GenerateRequest) -> list[GenerateChunk]:
-    return [chunk async for chunk in rig.engine.generate(job)]
+async def _chunks(rig: Any, request: GenerateRequest) -> list[GenerateChunk]:
+    return [chunk async for chunk in rig.engine.generate(request)]
 
 
 def _columns(chunks: Sequence[GenerateChunk]) -> list[Any]:
@@ -122,7 +122,7 @@ def joined(chunks: Sequence[GenerateChunk]) -> dict[int, list[Any]]:
 
 
 async def shared_from(make_rig: MakeRig, first: GenerateRequest, other: GenerateRequest) -> int | None:
-    """How many tokens the first job had when it first shared a decode step with the other; None if it never did."""
+    """How many tokens the first request had when it first shared a decode step with the other; None if it never did."""
     found: list[int] = []
     ticks = itertools.count()
     rig = make_rig(clock=lambda: next(ticks) * 1e-3)  # steps of equal length, whatever else the machine does

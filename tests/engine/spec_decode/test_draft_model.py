@@ -252,28 +252,28 @@ def policy_of(*, adaptive: bool) -> StepPolicy:
 
 def share_drafted(policy: StepPolicy, seconds: Callable[[bool, int], float], steps: int) -> list[bool]:
     """Steps of three rows; drafted ones emit nine tokens; `seconds` of a step by way and number."""
-    told = []
+    reported = []
     for step in range(steps):
         drafted = policy.drafts()
-        told.append(drafted)
+        reported.append(drafted)
         policy.decode_ended(drafted, 3, 9 if drafted else 3, seconds(drafted, step))
-    return told
+    return reported
 
 
 @pytest.mark.parametrize(("factor", "worth"), [(1.5, True), (2.9, True), (3.1, False), (9.0, False)])
 def test_drafts_are_made_while_a_step_with_them_takes_less_time_a_token(factor: float, worth: bool) -> None:
-    told = share_drafted(policy_of(adaptive=True), lambda drafted, _: factor if drafted else 1.0, 2 * DRAFT_PERIOD)
-    assert told.count(worth) >= 2 * DRAFT_PERIOD - 2 * DRAFT_TRIAL
-    assert told.count(not worth) == 2 * DRAFT_TRIAL  # both ways are tried again in every period
+    reported = share_drafted(policy_of(adaptive=True), lambda drafted, _: factor if drafted else 1.0, 2 * DRAFT_PERIOD)
+    assert reported.count(worth) >= 2 * DRAFT_PERIOD - 2 * DRAFT_TRIAL
+    assert reported.count(not worth) == 2 * DRAFT_TRIAL  # both ways are tried again in every period
 
 
 def test_what_becomes_worth_it_is_noticed_within_a_period() -> None:
     def seconds(drafted: bool, step: int) -> float:
         return (9.0 if step < DRAFT_PERIOD else 1.5) if drafted else 1.0
 
-    told = share_drafted(policy_of(adaptive=True), seconds, 4 * DRAFT_PERIOD)
-    assert not any(told[2 * DRAFT_TRIAL : DRAFT_PERIOD])
-    assert all(told[3 * DRAFT_PERIOD + 2 * DRAFT_TRIAL :])
+    reported = share_drafted(policy_of(adaptive=True), seconds, 4 * DRAFT_PERIOD)
+    assert not any(reported[2 * DRAFT_TRIAL : DRAFT_PERIOD])
+    assert all(reported[3 * DRAFT_PERIOD + 2 * DRAFT_TRIAL :])
 
 
 def test_without_adaptive_every_step_drafts() -> None:

@@ -39,7 +39,7 @@ def by_ngram(seeded: Rule = "strict", **more: Any) -> dict[str, Any]:
     return {"real_sampler": True, "speculation": config}
 
 
-def jobs(generate_job: MakeJob, count: int = 12, **fields: Any) -> list[GenerateRequest]:
+def requests(generate_job: MakeJob, count: int = 12, **fields: Any) -> list[GenerateRequest]:
     """Prompts that share beginnings and differ in length."""
     return [
         generate_job(
@@ -64,20 +64,20 @@ async def test_a_seeded_row_under_strict_and_a_greedy_row_are_those_of_plain_dec
 ) -> None:
     options = options | {"speculation": replace(options["speculation"], num_speculative_tokens=k)}
     few = {"allowed_token_ids": (30, 31, 32)}  # n-grams come again
-    asked = [*seeded(jobs(generate_job)), *jobs(generate_job, 6, temperature=0.0)]
-    asked += [*seeded(jobs(generate_job, 4, **few)), *jobs(generate_job, 4, temperature=0.0, **few)]
+    asked = [*seeded(requests(generate_job)), *requests(generate_job, 6, temperature=0.0)]
+    asked += [*seeded(requests(generate_job, 4, **few)), *requests(generate_job, 4, temperature=0.0, **few)]
     plain = await make_rig(real_sampler=True).together(*asked)
     rig = make_rig(**options)
     assert await rig.together(*asked) == plain
     assert sum(rig.engine.stats().drafts_accepted) > 0
-    assert len({told.finish for told in plain}) == 2  # rows that a stop id ends are among them
+    assert len({reported.finish for reported in plain}) == 2  # rows that a stop id ends are among them
 
 
 async def test_results_are_handed_over_behind_the_next_launch_where_the_device_waits_for_it(
     make_rig: Any, generate_job: MakeJob
 ) -> None:
     """The order of CUDA: the same tokens, each hand-over one launch later, and the last one immediately."""
-    asked = jobs(generate_job, 5)
+    asked = requests(generate_job, 5)
     at_once = await make_rig(**by_draft()).together(*asked)
     rig, order = make_rig(**by_draft(), start=False), list[str]()
     launch, flush, read = rig.engine.core._launch, rig.engine.core.results.flush, rig.engine.core._read
@@ -109,7 +109,7 @@ class OffByOne(Sampler):
 
 @pytest.mark.risk("S3", planted=True)
 async def test_rows_judged_by_their_neighbour_are_caught(make_rig: Any, generate_job: MakeJob) -> None:
-    asked = jobs(generate_job, temperature=0.0)
+    asked = requests(generate_job, temperature=0.0)
     plain = await make_rig(real_sampler=True).together(*asked)
     rig = make_rig(**by_draft())
     rig.engine.sampler.__class__ = OffByOne
@@ -123,11 +123,11 @@ async def test_a_draft_model_that_is_the_target_is_always_believed(
     """So nothing that it reads is stale, missing or another row's: prompts that are shared, chunked and found again,
     runs that end early, rows that are thrown out."""
     rig = make_rig(**by_draft("strict") | {"draft_blur": 0.0}, num_slots=100, token_budget=11, admission_tokens=1)
-    await rig.together(*jobs(generate_job, temperature=temperature))
+    await rig.together(*requests(generate_job, temperature=temperature))
     first = rig.engine.stats()
     assert first.preemptions > 0
-    told = await rig.run(generate_job([5, 6, 7], max_tokens=15, temperature=temperature))
-    await rig.run(generate_job([5, 6, 7, *told.tokens, 9], max_tokens=9, temperature=temperature))
+    reported = await rig.run(generate_job([5, 6, 7], max_tokens=15, temperature=temperature))
+    await rig.run(generate_job([5, 6, 7, *reported.tokens, 9], max_tokens=9, temperature=temperature))
     stats = rig.engine.stats()
     assert stats.cached_tokens > first.cached_tokens
     assert stats.drafts_reached == stats.drafts_accepted
@@ -145,7 +145,7 @@ async def test_a_draft_model_that_did_not_see_the_prompt_is_caught(
             self._seen[run.slot] = len(run.context) + len(run.write)
 
     monkeypatch.setattr(DraftModel, "prefill", blind)
-    await rig.together(*jobs(generate_job, 4))
+    await rig.together(*requests(generate_job, 4))
     stats = rig.engine.stats()
     assert sum(stats.drafts_accepted) < sum(stats.drafts_reached)
 
@@ -173,13 +173,13 @@ async def test_what_was_scored_for_a_prompt_s_echo_is_the_draft_model_s_too(
 async def test_a_row_preempted_or_moved_at_a_run_s_end_goes_on_as_if_nothing_had_happened(
     make_rig: Any, generate_job: MakeJob, rule: Rule
 ) -> None:
-    asked = seeded(jobs(generate_job, 6, max_tokens=18, stop_token_ids=(EOS,)))
+    asked = seeded(requests(generate_job, 6, max_tokens=18, stop_token_ids=(EOS,)))
     options = by_draft(seeded=rule)
     rig = make_rig(**options)
     runs = [[chunk async for chunk in rig.engine.generate(job)] for job in asked]
     wanted = [[int(token) for chunk in chunks for token in chunk.tokens] for chunks in runs]
     tight = make_rig(**options, num_slots=75, admission_tokens=1)
-    assert [list(told.tokens) for told in await tight.together(*asked)] == wanted
+    assert [list(reported.tokens) for reported in await tight.together(*asked)] == wanted
     assert tight.engine.stats().preemptions > 0
     other = make_rig(**options)
     for job, chunks, tokens in zip(asked, runs, wanted, strict=True):
@@ -199,23 +199,25 @@ async def test_a_row_ends_inside_a_run_at_its_first_stop_its_limit_and_not_befor
     for place in (0, 1, 2, 5, 17):
         stop = free.tokens[place]
         first = free.tokens.index(stop)
-        told = await rig.run(generate_job([3, 4, 5], max_tokens=40, temperature=0.0, stop_token_ids=(stop,)))
-        assert told.tokens == free.tokens[: first + 1]
-        assert (told.finish, told.stop_token) == ("stop", stop)
+        reported = await rig.run(generate_job([3, 4, 5], max_tokens=40, temperature=0.0, stop_token_ids=(stop,)))
+        assert reported.tokens == free.tokens[: first + 1]
+        assert (reported.finish, reported.stop_token) == ("stop", stop)
     for most in range(1, 12):
-        told = await rig.run(generate_job([3, 4, 5], max_tokens=most, temperature=0.0))
-        assert told.tokens == free.tokens[:most]
-        assert told.finish == "length"
+        reported = await rig.run(generate_job([3, 4, 5], max_tokens=most, temperature=0.0))
+        assert reported.tokens == free.tokens[:most]
+        assert reported.finish == "length"
     stop = free.tokens[1]
-    told = await rig.run(generate_job([3, 4, 5], max_tokens=40, min_tokens=7, temperature=0.0, stop_token_ids=(stop,)))
-    assert stop not in told.tokens[:7]
-    assert len(told.tokens) >= 7
+    reported = await rig.run(
+        generate_job([3, 4, 5], max_tokens=40, min_tokens=7, temperature=0.0, stop_token_ids=(stop,))
+    )
+    assert stop not in reported.tokens[:7]
+    assert len(reported.tokens) >= 7
 
 
 async def test_a_request_fills_the_whole_context_without_a_token_beyond(make_rig: Any, generate_job: MakeJob) -> None:
     rig = make_rig(**by_draft(), max_model_len=24)
-    told = await rig.run(generate_job([3, 4, 5], max_tokens=21, temperature=0.0))
-    assert len(told.tokens) == 21
+    reported = await rig.run(generate_job([3, 4, 5], max_tokens=21, temperature=0.0))
+    assert len(reported.tokens) == 21
 
 
 async def test_a_chunk_is_a_run_and_tells_what_was_drafted_for_it(make_rig: Any, generate_job: MakeJob) -> None:
@@ -260,8 +262,8 @@ async def test_a_failed_draft_costs_the_step_s_requests_and_no_others(make_rig: 
     with pytest.raises(EngineError) as failed:
         await rig.run(generate_job([3, 4, 5], max_tokens=20))
     assert failed.value.code is ErrorCode.STEP_FAILED
-    told = await rig.run(generate_job([3, 4, 5], max_tokens=20))
-    assert len(told.tokens) == 20
+    reported = await rig.run(generate_job([3, 4, 5], max_tokens=20))
+    assert len(reported.tokens) == 20
 
 
 async def test_plain_steps_follow_where_no_row_finds_a_draft(make_rig: Any, generate_job: MakeJob) -> None:
@@ -273,9 +275,9 @@ async def test_plain_steps_follow_where_no_row_finds_a_draft(make_rig: Any, gene
 
 
 async def test_a_drained_row_is_handed_over_at_a_run_s_end(make_rig: Any, generate_job: MakeJob) -> None:
-    asked = seeded(jobs(generate_job, 4, max_tokens=60, stop_token_ids=()))
+    asked = seeded(requests(generate_job, 4, max_tokens=60, stop_token_ids=()))
     options = by_draft(seeded="standard")
-    wanted = [list(told.tokens) for told in await make_rig(**options).together(*asked)]
+    wanted = [list(reported.tokens) for reported in await make_rig(**options).together(*asked)]
     rig, other = make_rig(**options), make_rig(**options)
     rig.model.step_seconds = 0.01
     running = [asyncio.ensure_future(rig.run(job)) for job in asked]
@@ -333,7 +335,7 @@ def true_logprobs(model: ToyModel, prompt: Sequence[int], output: Sequence[int])
 
 
 class Cell:
-    """One pair of features: its job, and what must hold of the answer."""
+    """One pair of features: its request, and what must hold of the answer."""
 
     def __init__(self, generate_job: MakeJob, number: int, names: Sequence[str]) -> None:
         fields: dict[str, Any] = {"max_tokens": 9}
@@ -377,22 +379,22 @@ class Cell:
         return len(tokens)
 
     def _check_logprobs(self, truth: ToyModel, chunks: list[GenerateChunk], tokens: list[int]) -> None:
-        params, told = self.job.params, [chunk for chunk in chunks if len(chunk.tokens)]
-        if not told or (params.logprobs is None and params.logprob_token_ids is None):
+        params, reported = self.job.params, [chunk for chunk in chunks if len(chunk.tokens)]
+        if not reported or (params.logprobs is None and params.logprob_token_ids is None):
             assert all(chunk.logprobs is None for chunk in chunks)
             return
         rows = true_logprobs(truth, self.prompt, tokens)
-        own = np.concatenate([chunk.logprobs for chunk in told])
+        own = np.concatenate([chunk.logprobs for chunk in reported])
         assert np.abs(own - rows[np.arange(len(tokens)), tokens]).max() < 2e-5
-        ranks = np.concatenate([chunk.ranks for chunk in told])
+        ranks = np.concatenate([chunk.ranks for chunk in reported])
         assert ranks.shape == (len(tokens),) and ranks.min() >= 1
         if params.logprobs is not None:
-            top = np.concatenate([chunk.top_ids for chunk in told])
-            values = np.concatenate([chunk.top_logprobs for chunk in told])
+            top = np.concatenate([chunk.top_ids for chunk in reported])
+            values = np.concatenate([chunk.top_logprobs for chunk in reported])
             assert top.shape == values.shape == (len(tokens), params.logprobs)
             assert np.abs(values - np.take_along_axis(rows, top.astype(np.int64), 1)).max() < 2e-5
         if params.logprob_token_ids is not None:
-            chosen = np.concatenate([chunk.chosen_logprobs for chunk in told])
+            chosen = np.concatenate([chunk.chosen_logprobs for chunk in reported])
             assert np.abs(chosen - rows[:, list(params.logprob_token_ids)]).max() < 2e-5
 
 

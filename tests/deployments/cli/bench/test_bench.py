@@ -40,7 +40,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def told(sample: results.RequestTiming) -> None: ...
+def reported(sample: results.RequestTiming) -> None: ...
 
 
 async def run(
@@ -50,7 +50,7 @@ async def run(
     app.router.add_post("/x", handler)
     async with TestServer(app) as server:
         target = load_generator.Target(str(server.make_url("")).rstrip("/"), timeout_s=5)
-        return await load_generator.open_loop(target, due, [ask] * len(due), told, **options)
+        return await load_generator.open_loop(target, due, [ask] * len(due), reported, **options)
 
 
 async def ok(request: web.Request) -> web.Response:
@@ -143,7 +143,7 @@ async def test_closed_callers_ask_one_after_another() -> None:
     app.router.add_post("/generative_scoring", handler)
     async with TestServer(app) as server:
         target = load_generator.Target(str(server.make_url("")).rstrip("/"))
-        found = await load_generator.closed_loop(target, ServedModel("m", 300), score, 3, 0.3, "1", told)
+        found = await load_generator.closed_loop(target, ServedModel("m", 300), score, 3, 0.3, "1", reported)
     assert most == 3 and len(found) >= 3 and {one.status for one in found} == {200}
 
 

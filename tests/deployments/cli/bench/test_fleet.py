@@ -118,12 +118,12 @@ async def test_a_client_obeys_its_lines_and_tells_every_answer() -> None:
             lines.feed_data(b"\n")
             await asked.wait()
             lines.feed_data(b"\n")
-            told = await said.get()
+            reported = await said.get()
     finally:
         lines.feed_eof()
         await client
         await runner.cleanup()
-    statuses = Counter(one.status for one in told["answers"])
+    statuses = Counter(one.status for one in reported["answers"])
     assert statuses[429] == 1 and sum(statuses.values()) == sum(seen.values())
     assert set(seen.values()) == {1}  # no request came twice
 

@@ -198,12 +198,12 @@ async def test_who_waits_for_a_micro_batch_is_on_the_books_whatever_is_reported(
         await asyncio.sleep(0)
     for _ in range(10):
         await asyncio.sleep(0)
-    told = world.loads.send(name, 0)
-    world.loads.report(told, Load(0, 1000.0, 10_000))
+    reported = world.loads.send(name, 0)
+    world.loads.report(reported, Load(0, 1000.0, 10_000))
     assert LoadTracker.queue(world.loads, name).tokens == (0 if planted else 2 * (3 + 9))
     await asyncio.gather(*waiting, world.dispatch.score(small(2)))
     assert sizes(world) == [3]
-    world.loads.report(told, Load(0, 1000.0, 10_000))
+    world.loads.report(reported, Load(0, 1000.0, 10_000))
     assert LoadTracker.queue(world.loads, name).tokens == 0
 
 

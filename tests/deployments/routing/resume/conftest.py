@@ -260,7 +260,7 @@ class Told(NamedTuple):
     repeated_scores: int
 
 
-async def told(replies: AsyncIterator[GenerateReply]) -> Told:
+async def reported(replies: AsyncIterator[GenerateReply]) -> Told:
     found = Told({}, {}, {}, {}, 0)
     repeated = 0
     async for reply in replies:
@@ -287,7 +287,7 @@ def _note(found: Told, place: tuple[int, int], chunk: GenerateChunk) -> None:
 
 @pytest.fixture(scope="session")
 def told_of() -> Callable[[AsyncIterator[GenerateReply]], Awaitable[Told]]:
-    return told
+    return reported
 
 
 @pytest.fixture(scope="session")
@@ -377,7 +377,7 @@ async def undisturbed(server: ReplicaServer, task: GenerateCall) -> Told:
                 assert not isinstance(reply, Failure)
                 yield reply
 
-    return await told(good())
+    return await reported(good())
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ BODY: dict[str, Any] = {
 }  # fmt: skip
 
 
-async def told(fleet: Any, **fields: Any) -> tuple[str, str | None, str | None]:
+async def reported(fleet: Any, **fields: Any) -> tuple[str, str | None, str | None]:
     """A stream's text, its finish reason, and the stop string that ended it."""
     settings = next(iter(fleet.servers.values()))._args.api_settings(SamplingDefaults(), {})
     transport = httpx.ASGITransport(app=build_api(fleet.dispatch, ByteTokenizer(), settings))
@@ -37,20 +37,20 @@ async def told(fleet: Any, **fields: Any) -> tuple[str, str | None, str | None]:
 async def test_a_stop_string_is_found_across_a_resume(
     fleet_of: FleetOf, cut: Any, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    whole, reason, _ = await told(await fleet_of())
+    whole, reason, _ = await reported(await fleet_of())
     assert len(whole) == 40 and reason == "length"
     stop = whole[after - 1 : after + 3]  # a character before the loss, three behind it
     fleet = await fleet_of(cut("died", after))
     for server in fleet.servers.values():
         monkeypatch.setattr(server.engine.model, "step_seconds", 0.005)  # so that a reply brings one token
-    assert await told(fleet, stop=[stop]) == (whole[: whole.index(stop)], "stop", stop)
+    assert await reported(fleet, stop=[stop]) == (whole[: whole.index(stop)], "stop", stop)
     assert fleet.epochs == [0, 1]
 
 
 async def test_a_resume_that_forgets_the_text_is_seen(
     fleet_of: FleetOf, cut: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, _, _ = await told(await fleet_of())
+    whole, _, _ = await reported(await fleet_of())
     stop = whole[2:6]
     fleet = await fleet_of(cut("died", 3))
     for server in fleet.servers.values():
@@ -65,4 +65,4 @@ async def test_a_resume_that_forgets_the_text_is_seen(
         return true_push(self, tokens)
 
     monkeypatch.setattr(BranchText, "push", forgetful)
-    assert await told(fleet, stop=[stop]) != (whole[:2], "stop", stop)
+    assert await reported(fleet, stop=[stop]) != (whole[:2], "stop", stop)

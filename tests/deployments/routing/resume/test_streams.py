@@ -196,8 +196,8 @@ def test_a_late_chunk_of_the_lost_replica_is_dropped(generation: Make, kind: Any
     resumed = progress.rest()
     assert (progress.epoch, resumed[0].emitted[0].tolist()) == (1, [1, 2])
     heard += [progress.take(chunk_of([3], 1)), progress.take(chunk_of([3], 0)), progress.take(chunk_of([4], 1))]
-    told = [token for reply in heard if reply is not None for token in reply.chunks[0].chunk.tokens.tolist()]
-    assert told == expected
+    reported = [token for reply in heard if reply is not None for token in reply.chunks[0].chunk.tokens.tolist()]
+    assert reported == expected
 
 
 def test_tokens_that_the_client_resumed_with_stay_in_front(generation: Make) -> None:
