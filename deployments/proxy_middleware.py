@@ -20,6 +20,7 @@ from ray.serve.exceptions import RayServeException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.fair_turns import FairTurns
 from deployments.malloc import give_back_memory
 
 SCOPE_ID = "assay.request_id"
@@ -80,6 +81,7 @@ class ProxyMiddleware:
         """`watched`: Serve is to watch for clients that leave."""
         self._app = app
         self._added = [] if watched else [UNWATCHED]
+        self._turns = FairTurns() if watched else None  # an application gives turns itself, once it knows the key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -96,6 +98,8 @@ class ProxyMiddleware:
 
         if scope.get("http_version") == "1.0":
             send = WholeAnswer(send)
+        if self._turns is not None:
+            await self._turns.take(next((value for name, value in headers if name == b"authorization"), b""))
         await self._app({**scope, "headers": headers, SCOPE_ID: request_id}, receive, send_with_client_id)
 
 

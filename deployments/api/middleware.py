@@ -26,6 +26,8 @@ from deployments.api.request_context import (
 from deployments.auth.authenticator import AccessDenied, Authenticator
 from deployments.config.settings import ApiSettings
 from deployments.errors import OPENAI_STATUSES, ApiError, Code
+from deployments.fair_turns import FairTurns
+from deployments.malloc import TrimAfterLarge
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.proxy_middleware import SCOPE_ID
 from deployments.time_limit import TimeLimit
@@ -101,6 +103,8 @@ class RequestMiddleware:
         self._requests = 0  # in flight with a body
         self._body_bytes = 0
         self._refusals = RefusalLog()
+        self._turns = FairTurns()
+        self._memory = TrimAfterLarge()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # there are no such routes, and no key is checked for them
@@ -155,6 +159,7 @@ class RequestMiddleware:
         if scope["method"] != "POST":
             await self._answer(scope, receive, send, context)
             return
+        await self._turns.take(context.tenant)
         with self._access.rate_limiter.request(context.tenant):
             await self._with_body(scope, receive, send, context, length)
 
@@ -177,6 +182,7 @@ class RequestMiddleware:
             self._requests -= 1
             self._body_bytes -= context.body_bytes
             self._observer.body(-context.body_bytes)
+            self._memory.ended(context.body_bytes)
 
     def _max_body(self, context: RequestContext) -> tuple[int, str]:
         """Returns the bytes that the body may have, and the limit that says so."""

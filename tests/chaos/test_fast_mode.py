@@ -203,6 +203,9 @@ def test_a_stream_comes_in_pieces_and_to_its_end(fast: Fast) -> None:
     assert times[-1] - times[0] > 0.01  # it was not held back until the end
 
 
+@pytest.mark.risk(
+    "R16", figure="HAProxy killed with its manager: the port dark for at most 0.38 s, a new process after 4.5 s"
+)
 def test_the_port_answers_while_the_manager_of_haproxy_is_killed(fast: Fast) -> None:
     """Its HAProxy ends with it: without the launcher it would live on with old routes. The second one answers."""
     old = {one.pid for one in fast.listeners() if one.process == "haproxy"}

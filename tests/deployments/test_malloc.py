@@ -1,9 +1,13 @@
 """What is left of large blocks once they are freed, in a process of its own."""
 
+import asyncio
 import subprocess
 import sys
 
 import pytest
+
+from deployments import malloc
+from deployments.malloc import LARGE_BYTES, TrimAfterLarge
 
 SCRIPT = """
 import psutil, sys
@@ -43,3 +47,55 @@ def test_freed_blocks_go_back_to_the_system() -> None:
 @pytest.mark.risk("R18", planted=True)
 def test_as_glibc_comes_they_would_stay() -> None:
     assert left_mb("as it comes") > 5 * BOUND_MB
+
+
+SMALL_BLOCKS = """
+import asyncio, psutil, sys
+from deployments.malloc import LARGE_BYTES, TrimAfterLarge, give_back_memory
+give_back_memory()
+own = psutil.Process()
+start = own.memory_info().rss
+
+async def run():
+    texts = [bytes(2_000) for _ in range(100_000)]
+    last = texts[-1]  # stays, behind all others
+    texts.clear()
+    if sys.argv[1] == "trimmed":
+        TrimAfterLarge(0.01).ended(LARGE_BYTES)
+        await asyncio.sleep(0.05)  # then it has begun, and the loop's end waits for it
+    return last
+
+last = asyncio.run(run())
+print((own.memory_info().rss - start) // 1_000_000)
+"""
+
+
+def left_of_small_blocks(how: str) -> int:
+    done = subprocess.run([sys.executable, "-c", SMALL_BLOCKS, how], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.risk("R18")
+def test_small_blocks_go_back_a_moment_after_a_large_request() -> None:
+    assert left_of_small_blocks("trimmed") < BOUND_MB
+
+
+@pytest.mark.risk("R18", planted=True)
+def test_without_trimming_they_would_stay() -> None:
+    assert left_of_small_blocks("as it comes") > 5 * BOUND_MB
+
+
+async def test_it_trims_once_for_many_and_not_for_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims = list[None]()
+    monkeypatch.setattr(malloc, "trim", lambda: trims.append(None))
+    memory = TrimAfterLarge(0.01)
+    for size in (0, LARGE_BYTES - 1):
+        memory.ended(size)
+    await asyncio.sleep(0.03)
+    assert not trims
+    for _ in range(10):
+        memory.ended(LARGE_BYTES)
+    while not trims:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.03)
+    assert len(trims) == 1

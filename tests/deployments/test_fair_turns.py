@@ -1,0 +1,79 @@
+"""R17: requests that come together begin one after another, tenants in turn."""
+
+import asyncio
+import time
+
+import pytest
+
+from deployments.fair_turns import ROUNDS, FairTurns
+
+MANY = 300
+BEGINNING_S = 0.001  # of the loop, for each request
+
+
+async def begun(tenants: list[str]) -> list[str]:
+    """The tenants in the order in which their requests begin, each of which keeps the loop."""
+    turns, found = FairTurns(), list[str]()
+
+    async def request(tenant: str) -> None:
+        await turns.take(tenant)
+        found.append(tenant)
+        time.sleep(BEGINNING_S)
+
+    async with asyncio.TaskGroup() as group:
+        for tenant in tenants:
+            group.create_task(request(tenant))
+    return found
+
+
+@pytest.mark.risk(
+    "R17", figure="beside 300 requests of another key that came before it, a request begins as the second"
+)
+async def test_a_request_begins_beside_hundreds_of_another_tenant() -> None:
+    found = await begun(["heavy"] * MANY + ["light", "light"])
+    assert len(found) == MANY + 2
+    assert [place for place, tenant in enumerate(found) if tenant == "light"] == [2, 4]
+
+
+@pytest.mark.risk("R17", planted=True)
+async def test_one_queue_for_all_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = FairTurns.take
+    monkeypatch.setattr(FairTurns, "take", lambda turns, tenant: own(turns, ""))
+    found = await begun(["heavy"] * MANY + ["light"])
+    assert found.index("light") == MANY
+
+
+async def test_a_request_alone_does_not_wait() -> None:
+    turns = FairTurns()
+    for _ in range(3):
+        taken = turns.take("a")
+        with pytest.raises(StopIteration):  # it ends without giving the loop away
+            taken.send(None)
+        for _ in range(ROUNDS):
+            await asyncio.sleep(0)
+
+
+async def test_requests_of_clients_that_left_take_no_turn() -> None:
+    turns = FairTurns()
+    await turns.take("a")
+    gone = [asyncio.create_task(turns.take("a")) for _ in range(50)]
+    last = asyncio.create_task(turns.take("a"))
+    await asyncio.sleep(0)
+    for task in gone:
+        task.cancel()
+    rounds = 0
+    while not last.done():
+        await asyncio.sleep(0)
+        rounds += 1
+    assert rounds <= 2 * ROUNDS
+
+
+def test_another_loop_begins_anew() -> None:
+    turns = FairTurns()
+
+    async def left_behind() -> None:
+        await turns.take("a")
+        asyncio.get_running_loop().create_task(turns.take("a"))
+
+    asyncio.run(left_behind())
+    asyncio.run(asyncio.wait_for(turns.take("b"), 1))
