@@ -20,7 +20,6 @@ MAX_UNSENT_BYTES = 64 << 20  # that a replica has not read: later calls take the
 MAX_OPEN_CALLS = 2048
 
 Loss = Literal["cut", "died", "unreachable"]
-NO_LOAD = Load(0, 0.0)
 
 
 class LinkLost(Exception):
@@ -80,7 +79,7 @@ class LinkStream:
         self._number = number
         self._epoch = epoch
         self._chunks: dict[tuple[int, int], PromptChunk] = {}
-        self._load = NO_LOAD
+        self._load = messages.NO_LOAD
         self._last: object = None  # a Failure of the whole call
         self._lost: Loss | None = None
         self._ended = False
@@ -328,9 +327,9 @@ class Link(asyncio.Protocol):
             return
         reply: object = None
         if isinstance(answer, messages.LabelScoreAnswer | messages.PoolingAnswer):
-            reply = answer.result
+            reply = answer.result._replace(load=load)
         elif isinstance(answer, messages.LikelihoodAnswer):
-            reply = answer.reply
+            reply = answer.reply._replace(load=load)
         elif isinstance(answer, messages.CallFailure):
             reply = answer.failure
         call.end(reply, load)

@@ -40,6 +40,7 @@ MAX_DIMENSIONS = 2
 DTYPES = tuple(np.dtype(name) for name in ("<i4", "<f4", "<f8", "u1", "?"))
 FINISHES = (None, FinishReason.STOP, FinishReason.LENGTH)
 ABSENT = -1
+NO_LOAD = Load(0, 0.0)
 M = TypeVar("M")
 
 
@@ -155,7 +156,10 @@ Answer = LabelScoreAnswer | LikelihoodAnswer | PoolingAnswer | CallFailure | Cal
 
 
 class Results(msgspec.Struct, array_like=True):
-    """Holds what a replica has for the calls of one link. Parts apply in the order of the fields."""
+    """Holds what a replica has for the calls of one link. Parts apply in the order of the fields.
+
+    Answers have the frame's load: their own fields of this name hold `NO_LOAD`.
+    """
 
     load: Load
     prompts: list[ScoredPrompt]
