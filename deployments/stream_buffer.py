@@ -2,47 +2,66 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from deployments.protocol import PromptChunk
-from engine.requests import GenerateChunk
+from deployments.protocol import Failure, PromptChunk, PromptScores
+from engine.requests import GenerateChunk, StepTokens
 
+COLUMNS = ("logprobs", "ranks", "top_ids", "top_logprobs", "chosen_logprobs")
 MAX_PARTS = 32  # chunks of a branch that wait apart: each may keep the arrays of its whole step
 
 
+class TokenRow(NamedTuple):
+    """Names a token of a step by its row."""
+
+    tokens: StepTokens
+    row: int
+
+
+Part = GenerateChunk | PromptScores | Failure | TokenRow
+
+
 class PendingChunks:
-    """Holds chunks until they are taken, when those of a branch become one.
+    """Holds chunks, and tokens of steps, until they are taken, when those of a branch become one chunk.
 
     A prompt's own scores, or its failure, are one part of which the last counts.
     """
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[int, int], list[PromptChunk]] = {}  # by prompt and branch; the prompt has branch -1
+        self._parts: dict[tuple[int, int], list[Part]] = {}  # by prompt and branch; the prompt has branch -1
 
     def __bool__(self) -> bool:
         return bool(self._parts)
 
     def add(self, item: PromptChunk) -> None:
         """Takes a chunk behind those of its branch."""
-        key = item.prompt, item.chunk.branch if isinstance(item.chunk, GenerateChunk) else -1
+        branch = item.chunk.branch if isinstance(item.chunk, GenerateChunk) else -1
+        self._add((item.prompt, branch), item.chunk)
+
+    def add_token(self, prompt: int, tokens: StepTokens, row: int) -> None:
+        """Takes a token of a step."""
+        self._add((prompt, int(tokens.branches[row])), TokenRow(tokens, row))
+
+    def _add(self, key: tuple[int, int], part: Part) -> None:
         parts = self._parts.get(key)
         if parts is None:
-            self._parts[key] = [item]
+            self._parts[key] = [part]
             return
-        parts.append(item)
+        parts.append(part)
         if len(parts) >= MAX_PARTS:
-            parts[:] = [_one(parts)]
+            parts[:] = [_joined(parts)]
 
     def take(self) -> tuple[PromptChunk, ...]:
         """Removes and returns all chunks, one a branch, in order of first arrival."""
-        parts, self._parts = self._parts, {}
-        return tuple(map(_one, parts.values()))
+        taken, self._parts = self._parts, {}
+        return tuple(PromptChunk(prompt, _joined(parts)) for (prompt, _), parts in taken.items())
 
     def take_sorted(self) -> tuple[PromptChunk, ...]:
         """Does the same in order of prompt and branch, a prompt's own part first."""
-        parts, self._parts = self._parts, {}
-        return tuple(_one(parts[key]) for key in sorted(parts))
+        self._parts = {key: self._parts[key] for key in sorted(self._parts)}
+        return self.take()
 
 
 class StreamBuffer:
@@ -60,6 +79,11 @@ class StreamBuffer:
 
     def add(self, item: PromptChunk) -> None:
         self._chunks.add(item)
+        self._wake()
+
+    def add_token(self, prompt: int, tokens: StepTokens, row: int) -> None:
+        """Takes a token of a step."""
+        self._chunks.add_token(prompt, tokens, row)
         self._wake()
 
     def close_one(self) -> None:
@@ -84,17 +108,33 @@ class StreamBuffer:
                 yield self._chunks.take()
 
 
-def _one(parts: Sequence[PromptChunk]) -> PromptChunk:
-    """Returns consecutive chunks of a branch as one; of a prompt's own parts the last."""
-    last = parts[-1]
-    if len(parts) == 1 or not isinstance(last.chunk, GenerateChunk):
+def _joined(parts: Sequence[Part]) -> GenerateChunk | PromptScores | Failure:
+    """Returns consecutive parts of a branch as one chunk; of a prompt's own parts the last."""
+    last = _chunk(parts[-1])
+    if len(parts) == 1 or not isinstance(last, GenerateChunk):
         return last
-    chunks = [item.chunk for item in parts if isinstance(item.chunk, GenerateChunk)]
-    tokens = np.concatenate([chunk.tokens for chunk in chunks])
-    columns = {
-        name: None if any(part is None for part in found) else np.concatenate(found)
-        for name in ("logprobs", "ranks", "top_ids", "top_logprobs", "chosen_logprobs")
-        if (found := [getattr(chunk, name) for chunk in chunks])[-1] is not None
-    }
-    counts = {name: sum(getattr(chunk, name) for chunk in chunks) for name in ("drafted", "accepted")}
-    return PromptChunk(last.prompt, last.chunk._replace(tokens=tokens, **columns, **counts))
+    if last.logprobs is None:
+        tokens = np.array([token for part in parts for token in _tokens(part)], np.int32)
+        chunks = [part for part in parts if isinstance(part, GenerateChunk)]  # a step's token has no draft
+        columns: dict[str, Any] = {}
+    else:
+        chunks = [chunk for part in parts if isinstance(chunk := _chunk(part), GenerateChunk)]
+        tokens = np.concatenate([chunk.tokens for chunk in chunks])
+        columns = {name: _column([getattr(chunk, name) for chunk in chunks]) for name in COLUMNS}
+    drafted, accepted = (sum(getattr(chunk, name) for chunk in chunks) for name in ("drafted", "accepted"))
+    return last._replace(tokens=tokens, drafted=drafted, accepted=accepted, **columns)
+
+
+def _chunk(part: Part) -> GenerateChunk | PromptScores | Failure:
+    return part.tokens.chunk(part.row) if isinstance(part, TokenRow) else part
+
+
+def _tokens(part: Part) -> Sequence[int]:
+    if isinstance(part, TokenRow):
+        return (part.tokens.tokens[part.row],)
+    found: list[int] = part.tokens.tolist() if isinstance(part, GenerateChunk) else []
+    return found
+
+
+def _column(parts: Sequence[Any]) -> Any:
+    return None if any(part is None for part in parts) else np.concatenate(parts)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from prometheus_client.metrics_core import Metric
 
@@ -366,7 +367,7 @@ class ReplicaServer:
                 buffer.close_one()
 
         try:
-            running = self.engine.begin(request, deliver)
+            running = self.engine.begin(request, deliver, partial(buffer.add_token, prompt))
         except EngineError as error:
             buffer.add(PromptChunk(prompt, self._failure(error)))
             buffer.close_one()
