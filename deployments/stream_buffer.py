@@ -26,7 +26,7 @@ Part = GenerateChunk | PromptScores | Failure | TokenRow
 class PendingChunks:
     """Holds chunks, and tokens of steps, until they are taken, when those of a branch become one chunk.
 
-    A prompt's own scores, or its failure, are one part of which the last counts.
+    A prompt's own scores, or its failure, replace what was there of the prompt itself.
     """
 
     def __init__(self) -> None:

@@ -100,7 +100,7 @@ class LoopHistogram(Collector):
         Args:
             registry: Collects it.
             name: of the metric.
-            help: What it measures.
+            help: The meaning of its numbers.
             bounds: Upper bounds of the buckets, ascending.
             label: The one label; empty: there is none, and the only series exists from the start.
         """

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from engine.request_cost import TenantQueues
-from engine.utils.size_index import BLOCK, SizeIndex
+from engine.request_cost import BLOCK, SizeIndex, TenantQueues
 
 PRIORITIES = (-1, 0, 0, 0, 5)
 
