@@ -80,8 +80,6 @@ class _Replica:
         self.when = now
 
     def report(self, load: Load, now: float) -> None:
-        if load is self.latest:  # all results of a frame carry one report
-            return
         self.latest = load
         elapsed = now - self.reported_at
         if self.reports and elapsed > 0 and load.tokens_per_s > 0:
@@ -240,7 +238,7 @@ class LoadTracker:
         with self._lock:
             ticket = self._tickets.get(number)
             found = None if ticket is None else self._replicas.get(ticket.replica)
-            if ticket is not None and found is not None:
+            if ticket is not None and found is not None and found.latest is not load:  # one report of a whole frame
                 found.report(load, self._clock())
                 self._table.update(ticket.replica, found)
 
