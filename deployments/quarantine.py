@@ -5,11 +5,9 @@ no other request shares its steps. A replica takes one isolated request at a tim
 request that caused it, which is then quarantined.
 """
 
-import contextlib
 import hashlib
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from deployments.errors import ApiError
 from deployments.protocol import AnyCall, GenerateCall, PromptChunk, common
@@ -96,7 +94,7 @@ class IsolationGuard:
         self._isolated: IsolationLease | None = None
 
     def admit(self, call: AnyCall) -> "IsolationLease":
-        """Returns a lease to `release`. Raises EngineError QUARANTINED, or OVERLOADED while the place is taken."""
+        """Returns a lease to release. Raises EngineError QUARANTINED, or OVERLOADED while the place is taken."""
         if self.quarantine.holds(call):
             raise EngineError(ErrorCode.QUARANTINED, MESSAGE)
         if not common(call).isolated:
@@ -106,27 +104,26 @@ class IsolationGuard:
         self._isolated = IsolationLease(self, call)
         return self._isolated
 
-    @contextlib.contextmanager
-    def admitted(self, call: AnyCall) -> Iterator[None]:
-        lease = self.admit(call)
-        try:
-            yield
-        finally:
-            lease.release()
-
     def release(self, lease: "IsolationLease") -> None:
         if self._isolated is lease:
             self._isolated = None
 
 
 class IsolationLease:
-    """Holds a replica's isolated place for a call, if the call is isolated."""
+    """Holds a replica's isolated place for a call, if the call is isolated; a `with` block releases it at its end."""
+
+    __slots__ = ("_call", "_done", "_guard", "_tokens")
 
     def __init__(self, guard: IsolationGuard, call: AnyCall) -> None:
         self._guard = guard
         self._call: GenerateCall = call if isinstance(call, tuple) and call[0].isolated_tokens else ()
-        self._tokens: Counter[tuple[int, int]] = Counter()  # by prompt and branch
-        self._done: set[tuple[int, int]] = set()  # branches that the engine no longer isolates
+        self._tokens = dict[tuple[int, int], int]()  # by prompt and branch
+        self._done = set[tuple[int, int]]()  # branches that the engine no longer isolates
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def received(self, chunks: Sequence[PromptChunk]) -> None:
         """Gives the place back once the engine no longer isolates the call."""
@@ -135,7 +132,7 @@ class IsolationLease:
         for item in chunks:
             if isinstance(item.chunk, GenerateChunk):
                 branch = (item.prompt, item.chunk.branch)
-                self._tokens[branch] += len(item.chunk.tokens)
+                self._tokens[branch] = self._tokens.get(branch, 0) + len(item.chunk.tokens)
                 if item.chunk.finish is not None or self._tokens[branch] >= self._call[0].isolated_tokens:
                     self._done.add(branch)
         if self._done and len(self._done) == len(self._call) * self._call[0].params.n:

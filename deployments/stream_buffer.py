@@ -1,22 +1,67 @@
 """Buffers the chunks of many producers for one consumer, which takes all that there are in one go."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from deployments.protocol import PromptChunk
-from engine.requests import GenerateChunk
+from deployments.protocol import Failure, PromptChunk, PromptScores
+from engine.requests import GenerateChunk, StepTokens
+
+COLUMNS = ("logprobs", "ranks", "top_ids", "top_logprobs", "chosen_logprobs")
+MAX_PARTS = 32  # chunks of a branch that wait apart: each may keep the arrays of its whole step
 
 
-def add_chunk(chunks: dict[tuple[int, int], PromptChunk], item: PromptChunk) -> None:
-    """Joins a chunk to that of its branch. Keys are prompt and branch; the prompt itself has branch -1."""
-    key = (item.prompt, item.chunk.branch if isinstance(item.chunk, GenerateChunk) else -1)
-    before = chunks.get(key)
-    if before is not None and isinstance(before.chunk, GenerateChunk) and isinstance(item.chunk, GenerateChunk):
-        item = PromptChunk(item.prompt, joined(before.chunk, item.chunk))
-    chunks[key] = item
+class TokenRow(NamedTuple):
+    """Names a token of a step by its row."""
+
+    tokens: StepTokens
+    row: int
+
+
+Part = GenerateChunk | PromptScores | Failure | TokenRow
+
+
+class PendingChunks:
+    """Holds chunks, and tokens of steps, until they are taken, when those of a branch become one chunk.
+
+    A prompt's own scores, or its failure, replace what was there of the prompt itself.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int], list[Part]] = {}  # by prompt and branch; the prompt has branch -1
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, item: PromptChunk) -> None:
+        """Takes a chunk behind those of its branch."""
+        branch = item.chunk.branch if isinstance(item.chunk, GenerateChunk) else -1
+        self._add((item.prompt, branch), item.chunk)
+
+    def add_token(self, prompt: int, tokens: StepTokens, row: int) -> None:
+        """Takes a token of a step."""
+        self._add((prompt, int(tokens.branches[row])), TokenRow(tokens, row))
+
+    def _add(self, key: tuple[int, int], part: Part) -> None:
+        parts = self._parts.get(key)
+        if parts is None:
+            self._parts[key] = [part]
+            return
+        parts.append(part)
+        if len(parts) >= MAX_PARTS:
+            parts[:] = [_joined(parts)]
+
+    def take(self) -> tuple[PromptChunk, ...]:
+        """Removes and returns all chunks, one a branch, in order of first arrival."""
+        taken, self._parts = self._parts, {}
+        return tuple(PromptChunk(prompt, _joined(parts)) for (prompt, _), parts in taken.items())
+
+    def take_sorted(self) -> tuple[PromptChunk, ...]:
+        """Does the same in order of prompt and branch, a prompt's own part first."""
+        self._parts = {key: self._parts[key] for key in sorted(self._parts)}
+        return self.take()
 
 
 class StreamBuffer:
@@ -28,43 +73,68 @@ class StreamBuffer:
     def __init__(self, producers: int) -> None:
         self._open = producers
         self.single = False  # there is one producer, of one branch
-        self._chunks: dict[tuple[int, int], PromptChunk] = {}
-        self._news = asyncio.Event()
+        self._chunks = PendingChunks()
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
 
     def add(self, item: PromptChunk) -> None:
-        add_chunk(self._chunks, item)
-        self._news.set()
+        self._chunks.add(item)
+        self._wake()
+
+    def add_token(self, prompt: int, tokens: StepTokens, row: int) -> None:
+        """Takes a token of a step."""
+        self._chunks.add_token(prompt, tokens, row)
+        self._wake()
 
     def close_one(self) -> None:
         self._open -= 1
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def __aiter__(self) -> AsyncIterator[tuple[PromptChunk, ...]]:
         while self._open or self._chunks:
-            await self._news.wait()
+            if not self._chunks:
+                self._waiter = self._loop.create_future()
+                try:
+                    await self._waiter
+                finally:
+                    self._waiter = None
             if not self.single:
                 await asyncio.sleep(0)  # the other branches' chunks of the same step are in the loop's hands already
-            self._news.clear()
             if self._chunks:
-                found = tuple(self._chunks.values())
-                self._chunks = {}
-                yield found
+                yield self._chunks.take()
 
 
-def joined(first: GenerateChunk, then: GenerateChunk) -> GenerateChunk:
-    """Returns two consecutive chunks of a branch as one."""
+def _joined(parts: Sequence[Part]) -> GenerateChunk | PromptScores | Failure:
+    """Returns consecutive parts of a branch as one chunk; of a prompt's own parts the last."""
+    last = _chunk(parts[-1])
+    if len(parts) == 1 or not isinstance(last, GenerateChunk):
+        return last
+    if last.logprobs is None:
+        tokens = np.array([token for part in parts for token in _tokens(part)], np.int32)
+        chunks = [part for part in parts if isinstance(part, GenerateChunk)]  # a step's token has no draft
+        columns: dict[str, Any] = {}
+    else:
+        chunks = [chunk for part in parts if isinstance(chunk := _chunk(part), GenerateChunk)]
+        tokens = np.concatenate([chunk.tokens for chunk in chunks])
+        columns = {name: _column([getattr(chunk, name) for chunk in chunks]) for name in COLUMNS}
+    drafted, accepted = (sum(getattr(chunk, name) for chunk in chunks) for name in ("drafted", "accepted"))
+    return last._replace(tokens=tokens, drafted=drafted, accepted=accepted, **columns)
 
-    def both(name: str) -> Any:
-        left, right = getattr(first, name), getattr(then, name)
-        return None if left is None or right is None else np.concatenate((left, right))
 
-    return then._replace(
-        tokens=both("tokens"),
-        logprobs=both("logprobs"),
-        ranks=both("ranks"),
-        top_ids=both("top_ids"),
-        top_logprobs=both("top_logprobs"),
-        chosen_logprobs=both("chosen_logprobs"),
-        drafted=first.drafted + then.drafted,
-        accepted=first.accepted + then.accepted,
-    )
+def _chunk(part: Part) -> GenerateChunk | PromptScores | Failure:
+    return part.tokens.chunk(part.row) if isinstance(part, TokenRow) else part
+
+
+def _tokens(part: Part) -> Sequence[int]:
+    if isinstance(part, TokenRow):
+        return (part.tokens.tokens[part.row],)
+    found: list[int] = part.tokens.tolist() if isinstance(part, GenerateChunk) else []
+    return found
+
+
+def _column(parts: Sequence[Any]) -> Any:
+    return None if any(part is None for part in parts) else np.concatenate(parts)

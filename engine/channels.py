@@ -63,13 +63,21 @@ class ResultQueue:
 class ResultCallback(ResultQueue):
     """Gives each result to a function on the event loop, which costs less than a task that waits for it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, deliver_token: Callable[[StepTokens, int], None] | None = None
+    ) -> None:
+        """`deliver_token` gets the tokens of steps, each with its row; None: `deliver` gets each as a chunk."""
         super().__init__(loop)
         self.deliver: Callable[[Result], None] = self._items.append
+        self._deliver_token = super().put_token if deliver_token is None else deliver_token
 
     def put(self, item: Result) -> None:
         """Gives a result to `deliver`."""
         self.deliver(item)
+
+    def put_token(self, tokens: StepTokens, row: int) -> None:
+        """Gives a token to `deliver_token`."""
+        self._deliver_token(tokens, row)
 
 
 class ResultDispatcher:

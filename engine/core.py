@@ -117,6 +117,7 @@ class EngineCore:
         self._unrecorded: deque[Callable[[], None]] = deque()
         self._last_read = 0.0
         self._thread: threading.Thread | None = None
+        self._running = False  # the thread has started and takes calls
         self._stopping = False
         self._since_collection = 0
 
@@ -129,6 +130,7 @@ class EngineCore:
         self.scheduler.policy.largest_graphed = self._model.prefill_graph_limit  # known once the model was warmed up
         garbage_collection.hold()
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
+        self._running = True
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
@@ -150,7 +152,7 @@ class EngineCore:
     @property
     def healthy(self) -> bool:
         """Tells whether the thread runs. It is false for ever after a device error or a fault of the loop."""
-        return self.fault is None and self._thread is not None and self._thread.is_alive()
+        return self.fault is None and self._running
 
     async def passed(self) -> None:
         """Waits until the thread has taken every call that was posted before, or has ended."""
@@ -179,6 +181,7 @@ class EngineCore:
             log.exception("The step loop failed.")
             self.fault = type(error).__name__
         finally:
+            self._running = False
             self._answer_all()
 
     def _answer_all(self) -> None:

@@ -32,6 +32,7 @@ from engine.requests import (
     RowsRequest,
     ScoreRequest,
     ScoreResult,
+    StepTokens,
     TenantTokens,
 )
 from engine.scheduler.request_state import (
@@ -227,16 +228,25 @@ class Engine:
         return self._chunks(request, request.stream_interval)
 
     def begin(
-        self, request: GenerateRequest, deliver: Callable[[GenerateChunk | EngineError], None]
+        self,
+        request: GenerateRequest,
+        deliver: Callable[[GenerateChunk | EngineError], None],
+        deliver_token: Callable[[StepTokens, int], None] | None = None,
     ) -> "RunningGeneration":
-        """Starts a generation. `deliver` gets what `generate` would yield or raise, on the running event loop.
+        """Starts a generation, whose results are delivered on the running event loop.
+
+        Args:
+            request: the request.
+            deliver: gets what `generate` would yield or raise.
+            deliver_token: gets single tokens that end nothing, as rows of the columns of their steps, which cost less
+                than chunks; also for a moment after `cancel`. None: `deliver` gets these too.
 
         Raises:
             EngineError: the request is invalid, or was refused.
         """
         self._check_language_model()
         check_generate(request, self._bounds)
-        results = ResultCallback(asyncio.get_running_loop())
+        results = ResultCallback(asyncio.get_running_loop(), deliver_token)
         submission = self._submit(request, "generate", results)
         state = GenerationState(request=request, stream_interval=request.stream_interval, **submission)
         running = RunningGeneration(state, self._leave, deliver)

@@ -115,11 +115,11 @@ class ModelRunner:
         request, table = requests[0], self._table.token_table
         if sum(sizes) == 0 or request.full:
             logits = self.model.forward(step.kind, step.sequences, table)
-            return scored_rows(logits, _filled([request.labels for request in requests], sizes), True)
+            return scored_rows(logits, _filled([request.labels for request in requests], sizes))
         logits = self.model.label_logits(step.kind, step.sequences, table, request.labels)
         if request.raw_logits:
             return sound_rows(logits.float())
-        return scored_rows(logits, np.arange(len(request.labels)), False)
+        return scored_rows(logits, None)
 
     def _pooled(self, step: Step) -> torch.Tensor:
         """Returns the pooling head's numbers, f32 [R, K]."""
@@ -155,16 +155,18 @@ def _filled(lists: list[Int32s], sizes: list[int]) -> npt.NDArray[np.int64]:
     return np.repeat(filled, sizes, axis=0)
 
 
-def scored_rows(logits: torch.Tensor, labels: npt.NDArray[np.int64], full: bool) -> torch.Tensor:
+def scored_rows(logits: torch.Tensor, labels: npt.NDArray[np.int64] | None) -> torch.Tensor:
     """Returns label log-probabilities, f32 [R, L]. A row with any flag has no scores: it is NaN throughout.
 
     Args:
-        logits: [R, V], or [R, L] where `full` is false.
-        labels: i64 [R, L], the labels of each row; without `full`, i64 [L], columns of `logits`.
-        full: whether the softmax is over the whole vocabulary, else over the labels only.
+        logits: [R, V], or the labels' own [R, L].
+        labels: i64 [R, L], the labels of each row, for a softmax over the whole vocabulary; None: it is over the
+            labels, whose logits are given alone.
     """
-    columns = torch.from_numpy(labels).to(logits.device, non_blocking=True)  # a plain copy would wait for the step
-    found, flags = chosen_logprobs(logits, columns) if full else label_logprobs(logits, columns, full=False)
+    if labels is None:
+        found, flags = label_logprobs(logits, None, full=False)
+    else:  # a plain copy would wait for the step
+        found, flags = chosen_logprobs(logits, torch.from_numpy(labels).to(logits.device, non_blocking=True))
     unsound = (flags != 0)[:, None]
     scores: torch.Tensor = found.masked_fill(unsound, torch.nan)
     return scores

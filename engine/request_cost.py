@@ -9,8 +9,10 @@ request waits for its own tenant's tokens, for as many of each other tenant, and
 Admission judges that wait: what one tenant queues is no reason to refuse another.
 """
 
-import heapq
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -29,7 +31,8 @@ def request_cost(request: EngineRequest, costs: Costs) -> int:
     """Returns the cost of a request whose arrays have the right shapes; their values need not be checked yet."""
     match request:
         case ScoreRequest(prefix=prefix, ids=ids, starts=starts):  # an empty row computes one token
-            return len(prefix) + len(ids) + int(np.count_nonzero(starts[1:] == starts[:-1]))
+            empty = not len(ids) if len(starts) == 2 else np.count_nonzero(starts[1:] == starts[:-1])
+            return len(prefix) + len(ids) + int(empty)
         case PoolingRequest(prefix=prefix, ids=ids):
             return len(prefix) + len(ids)
         case LikelihoodRequest(prefix=prefix, ids=ids, wanted=wanted):  # a row's last token is not computed
@@ -46,14 +49,100 @@ def answer_cost(request: GenerateRequest, emitted: int, costs: Costs) -> int:
     return int(costs.decode_token_cost * min(request.params.max_tokens - emitted, costs.expected_tokens))
 
 
+K = TypeVar("K", bound=Any)  # keys have an order
+BLOCK = 256  # entries of a block at first; one of twice as many is cut
+
+
+class SizeIndex(Generic[K]):
+    """Keeps a positive size for each of n keys, in sorted blocks with their sums.
+
+    A change or a sum reads one block and the sums of all: 10,000 keys cost a few times as much as one. Not thread-safe.
+    """
+
+    def __init__(self, sizes: Mapping[K, float]) -> None:
+        """Copies the sizes, all above 0."""
+        self._sizes = dict(sizes)
+        entries = sorted((size, key) for key, size in sizes.items())
+        self._blocks = [entries[at : at + BLOCK] for at in range(0, len(entries), BLOCK)]
+        self._sums = [sum(size for size, _ in block) for block in self._blocks]
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def get(self, key: K) -> float:
+        """Returns the size of a key, 0 where it has none."""
+        return self._sizes.get(key, 0)
+
+    def set(self, key: K, size: float) -> None:
+        """Gives a key its size; one that is not above 0 removes it."""
+        before = self._sizes.get(key, 0)
+        if before:
+            self._remove((before, key))
+        if size > 0:
+            self._sizes[key] = size
+            self._insert((size, key))
+        elif before:
+            del self._sizes[key]
+
+    def capped_sum(self, cap: float) -> float:
+        """Returns the sum of `min(size, cap)` over all keys."""
+        whole = bisect_right(self._blocks, cap, key=_largest_size)  # blocks without a size above the cap
+        total, below = sum(self._sums[:whole]), sum(map(len, self._blocks[:whole]))
+        if whole < len(self._blocks):
+            block = self._blocks[whole]
+            count = bisect_right(block, cap, key=_size)
+            total, below = total + sum(size for size, _ in block[:count]), below + count
+        return total + cap * (len(self._sizes) - below)
+
+    def descending(self) -> Iterator[tuple[float, K]]:
+        """Yields sizes with their keys, the largest first."""
+        for block in reversed(self._blocks):
+            yield from reversed(block)
+
+    def _insert(self, entry: tuple[float, K]) -> None:
+        at = min(bisect_left(self._blocks, entry, key=_last), len(self._blocks) - 1)
+        if at < 0:
+            self._blocks, self._sums = [[entry]], [entry[0]]
+            return
+        block = self._blocks[at]
+        insort(block, entry)
+        self._sums[at] += entry[0]
+        if len(block) >= 2 * BLOCK:
+            parts = [block[:BLOCK], block[BLOCK:]]
+            self._blocks[at : at + 1] = parts
+            self._sums[at : at + 1] = [sum(size for size, _ in part) for part in parts]
+
+    def _remove(self, entry: tuple[float, K]) -> None:
+        at = bisect_left(self._blocks, entry, key=_last)
+        block = self._blocks[at]
+        del block[bisect_left(block, entry)]
+        self._sums[at] -= entry[0]
+        if not block:
+            del self._blocks[at], self._sums[at]
+
+
 class TenantQueues:
-    """Counts waiting tokens. Not thread-safe."""
+    """Counts waiting tokens. Not thread-safe.
+
+    Once it was asked what is before a request, or for the largest queues, it keeps the answers' order up to date: the
+    cost of a request hardly grows with the tenants.
+    """
 
     def __init__(self) -> None:
         self.total = 0.0
         self.unlisted = 0.0  # tokens of `total` whose tenants are not known
         self.unlisted_queues = 0  # that they are of; 0: not known, and then they are all before everything
-        self._queues: dict[tuple[int, str], float] = {}  # by priority and tenant; none is empty
+        self._hold({})
+
+    def _hold(self, queues: dict[tuple[int, str], float]) -> None:
+        """Takes other queues in place of its own."""
+        self._queues = queues  # by priority and tenant; none is empty
+        self._tenants: dict[str, float] = {}  # tokens at all priorities
+        for (_, tenant), tokens in queues.items():
+            self._tenants[tenant] = self._tenants.get(tenant, 0) + tokens
+        self._order: SizeIndex[tuple[int, str]] | None = None  # of `_queues`
+        self._levels: dict[int, SizeIndex[str]] = {}  # by priority: what each tenant has at this one or a later one
+        self._earlier: dict[int, float] = {}  # by priority: tokens at earlier ones
 
     @classmethod
     def reported(cls, total: int, largest: Iterable[TenantTokens], unlisted_queues: int) -> "TenantQueues":
@@ -71,7 +160,7 @@ class TenantQueues:
     def copy(self) -> "TenantQueues":
         found = TenantQueues()
         found.total, found.unlisted, found.unlisted_queues = self.total, self.unlisted, self.unlisted_queues
-        found._queues = self._queues.copy()
+        found._hold(self._queues.copy())
         return found
 
     def add(self, tenant: str, priority: int, tokens: float) -> None:
@@ -84,6 +173,17 @@ class TenantQueues:
             self._queues[key] = after
         else:
             self._queues.pop(key, None)
+        if not self._queues:
+            self._hold({})
+            return
+        _change(self._tenants, tenant, after - before)
+        if self._order is not None:
+            self._order.set(key, after)
+        for start, level in self._levels.items():
+            if priority < start:
+                self._earlier[start] += after - before
+            else:
+                level.set(tenant, level.get(tenant) + after - before)
 
     def take_back(self, work: TenantTokens) -> None:
         """Takes away work that was added. The tokens of it that were worked off were other queues' then."""
@@ -98,23 +198,32 @@ class TenantQueues:
 
     def before(self, tenant: str, priority: int, cost: float) -> float:
         """Returns the waiting tokens that are served before the end of a request of `cost` tokens that comes now."""
-        own = sum(tokens for (_, name), tokens in self._queues.items() if name == tenant)
-        share = own + cost  # that each other tenant has been served when the request ends
-        earlier, level = dict[str, float](), dict[str, float]()
-        for (queued, name), tokens in self._queues.items():
-            if name != tenant:
-                kind = earlier if queued < priority else level
-                kind[name] = kind.get(name, 0) + tokens
-        others = sum(earlier.values()) + sum(min(tokens, share) for tokens in level.values())
+        level = self._levels.get(priority)
+        if level is None:
+            level = self._begin_level(priority)
+        share = self._tenants.get(tenant, 0) + cost  # that each other tenant has been served when the request ends
         unlisted = min(self.unlisted, self.unlisted_queues * share) if self.unlisted_queues else self.unlisted
-        return own + others + unlisted
+        return self._earlier[priority] + level.capped_sum(share) + unlisted
+
+    def _begin_level(self, priority: int) -> SizeIndex[str]:
+        """Begins to keep what is before requests of a priority."""
+        sizes = dict[str, float]()
+        earlier = 0.0
+        for (queued, tenant), tokens in self._queues.items():
+            if queued < priority:
+                earlier += tokens
+            else:
+                sizes[tenant] = sizes.get(tenant, 0) + tokens
+        self._earlier[priority], self._levels[priority] = earlier, SizeIndex(sizes)
+        return self._levels[priority]
 
     def work_off(self, tokens: float) -> None:
         """Takes away tokens that were computed, in equal shares of the queues."""
-        if tokens >= self.total:
-            self._queues, self.total, self.unlisted, self.unlisted_queues = {}, 0.0, 0.0, 0
+        if tokens <= 0 or self.total <= 0:
             return
-        if tokens <= 0:
+        if tokens >= self.total:
+            self.total, self.unlisted, self.unlisted_queues = 0.0, 0.0, 0
+            self._hold({})
             return
         unlisted = max(1, self.unlisted_queues)
         sizes = [(size, 1) for size in self._queues.values()] + [(self.unlisted / unlisted, unlisted)]
@@ -126,11 +235,34 @@ class TenantQueues:
                 break
             left -= (size - served) * open_queues
             served, open_queues = size, open_queues - count
-        self._queues = {key: size - served for key, size in self._queues.items() if size > served}
+        self._hold({key: size - served for key, size in self._queues.items() if size > served})
         self.unlisted = max(0.0, self.unlisted - served * unlisted)
         self.total -= tokens
 
     def largest(self, count: int) -> tuple[TenantTokens, ...]:
         """Returns the `count` largest queues."""
-        found = heapq.nlargest(count, ((tokens, *key) for key, tokens in self._queues.items()))
-        return tuple(TenantTokens(tenant, priority, int(tokens)) for tokens, priority, tenant in found)
+        if self._order is None:
+            self._order = SizeIndex(self._queues)
+        found = islice(self._order.descending(), count)
+        return tuple(TenantTokens(tenant, priority, int(tokens)) for tokens, (priority, tenant) in found)
+
+
+def _change(sizes: dict[str, float], key: str, change: float) -> None:
+    """Adds to a size; one that becomes 0 is removed."""
+    size = sizes.get(key, 0) + change
+    if size > 0:
+        sizes[key] = size
+    else:
+        sizes.pop(key, None)
+
+
+def _last(block: list[tuple[float, K]]) -> tuple[float, K]:
+    return block[-1]
+
+
+def _size(entry: tuple[float, K]) -> float:
+    return entry[0]
+
+
+def _largest_size(block: list[tuple[float, K]]) -> float:
+    return block[-1][0]

@@ -127,16 +127,17 @@ def topk_logprobs(logits: Any, n: int) -> tuple[Any, Any]:
     return (ids, logprobs) if isinstance(logits, torch.Tensor) else (ids.numpy(), logprobs.numpy())
 
 
-def label_logprobs(logits: Any, labels: Any, full: bool) -> tuple[Any, Any]:
+def label_logprobs(logits: Any, labels: Any | None, full: bool) -> tuple[Any, Any]:
     """Computes log-softmax at `labels`, f32 [R, L], over the whole vocabulary or (`full` false) the labels alone.
 
     The result is that of `chosen_logprobs`. NO_TOKEN where no label has a finite value. An id outside of [0, V) counts
-    as a label of -inf.
-    Not `full`, the columns may be given alone: logits [R, L] with labels arange(L).
+    as a label of -inf. Not `full`, `labels` None stands for all columns: logits [R, L] are the labels' own.
     """
     if full:
         return chosen_logprobs(logits, labels)
     z, flags = _clean(_tensor(logits))
+    if labels is None:
+        return _like(logits, _minus(z, _log_sums(z)), flags)
     at = _tensor(labels).to(z.device, torch.int64)
     outside = (at < 0) | (at >= z.shape[1])
     columns = z[:, at.clamp(0, z.shape[1] - 1)].masked_fill(outside, -torch.inf)

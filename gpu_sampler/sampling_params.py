@@ -124,7 +124,7 @@ class SamplingParams:
 
 
 def _number(field: str, value: object, ok: Callable[[float], bool], allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or (not isinstance(value, float) and not isinstance(value, int)):
         raise ParamError(field, f"a {type(value).__name__}", f"a number {allowed}")
     # NaN passes neither `<` nor `>`: test it by name. An integer is finite, and may be too large for `isfinite`.
     if (isinstance(value, float) and not math.isfinite(value)) or not ok(value):
@@ -146,7 +146,7 @@ def _shown(value: float) -> object:
 
 
 def _sequence(field: str, values: object) -> None:
-    if isinstance(values, str) or not isinstance(values, Sequence):
+    if not isinstance(values, tuple) and (isinstance(values, str) or not isinstance(values, Sequence)):
         raise ParamError(field, f"a {type(values).__name__}", "a list")
 
 

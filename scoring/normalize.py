@@ -58,7 +58,7 @@ def score_items(
         probabilities=by_item(rows, probabilities, np.float64),
         logprobs=None if logprobs is None else by_item(rows, logprobs, np.float64),
         label_mass=None if label_mass is None else by_item(rows, label_mass, np.float64),
-        prompt_tokens=by_item(rows, np.array(rows.lengths(), np.int64), np.int64),
+        prompt_tokens=by_item(rows, rows.starts[1:] - rows.starts[:-1] + len(rows.prefix), np.int64),
         cached_tokens=by_item(rows, cached, np.int64),
         truncated_tokens=np.array(rows.truncated, np.int64),
         errors=rows.errors | {rows.items[row]: NONFINITE for row in np.flatnonzero(~ok).tolist()},
@@ -101,15 +101,16 @@ def normalize_labels(
         rows hold zeros.
     """
     values = label_logprobs.astype(np.float64)
-    best = values.max(axis=1, initial=-np.inf)
-    ok = ~failed & np.isfinite(best) & ~np.isnan(values).any(axis=1)
-    values = np.where(ok[:, None], values, 0.0)
-    best = np.where(ok, best, 0.0)
+    best = np.maximum.reduce(values, axis=1, initial=-np.inf)  # NaN where one of the row's is
+    ok = ~failed & np.isfinite(best)
+    unusable = np.flatnonzero(~ok)
+    values[unusable], best[unusable] = 0.0, 0.0
     weights = np.exp(values - best[:, None])
-    total = weights.sum(axis=1)
+    total = np.add.reduce(weights, axis=1)
     probabilities = weights / total[:, None] if softmax else np.exp(values)
-    probabilities = np.where(ok[:, None], probabilities, 0.0)
+    probabilities[unusable] = 0.0
     if not full:
         return probabilities, None, None, ok
-    mass = np.where(ok, np.minimum(np.exp(best) * total, 1.0), 0.0)
+    mass = np.minimum(np.exp(best) * total, 1.0)
+    mass[unusable] = 0.0
     return probabilities, np.maximum(values, MIN_LOGPROB), mass, ok

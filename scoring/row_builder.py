@@ -9,6 +9,7 @@ prefix.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -85,7 +86,7 @@ class ScoringRows(NamedTuple):
 
     def lengths(self) -> list[int]:
         """Returns the tokens of each row, its prefix included, [R]."""
-        found: list[int] = (np.diff(self.starts) + len(self.prefix)).tolist()
+        found: list[int] = (self.starts[1:] - self.starts[:-1] + len(self.prefix)).tolist()
         return found
 
 
@@ -167,9 +168,7 @@ def build_rows(
 
 def offsets(lengths: Sequence[int]) -> Int32s:
     """Returns where each of N rows of these lengths begins in one flat array, and where the last ends, [N + 1]."""
-    found = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=found[1:])
-    return found
+    return np.fromiter(accumulate(lengths, initial=0), np.int32, len(lengths) + 1)
 
 
 class RowBuilder:
@@ -278,10 +277,8 @@ class RowBuilder:
         self.check_total(shared + sum(map(len, rows)) + len(rows) * (len(tail) - skip))
         prefix = np.array(head[:keep] + rows[0][:skip], np.int32)
         starts = offsets([len(tail) + len(row) - skip for row in rows])
-        ids = np.empty(int(starts[-1]), np.int32)
-        for row, start, end in zip(rows, starts[:-1], starts[1:], strict=True):
-            ids[start:end] = tail + row[skip:]
-        if max(ids.max(initial=0), prefix.max(initial=0)) >= self.limits.vocab_size:
+        ids = np.fromiter(chain.from_iterable(tail + row[skip:] for row in rows), np.int32, int(starts[-1]))
+        if any(len(part) and np.maximum.reduce(part) >= self.limits.vocab_size for part in (ids, prefix)):
             self._take_out(head, parts)
             return self.pack(head, parts, truncated)
         return ScoringRows(prefix, ids, starts, list(parts), truncated, self.errors, suffix, self.texts)
@@ -614,4 +611,6 @@ def _common_prefix(rows: list[list[int]]) -> int:
     That of the first and the last row in lexicographic order is that of all rows.
     """
     low, high = min(rows), max(rows)
+    if low == high:
+        return len(low)
     return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))

@@ -22,7 +22,6 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from unittest.mock import Mock
 
 import annotated_types as at
-import numpy as np
 from prometheus_client.metrics_core import Metric
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -36,6 +35,7 @@ from deployments.config.schema import options, section_in
 from deployments.config.settings import ApiSettings
 from deployments.errors import ERROR_KINDS, Code
 from deployments.limits import Limits
+from deployments.observability.exposition import LoopHistogram
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.observability.replica_metrics import ReplicaMetrics
 from deployments.protocol import ModelCard
@@ -284,7 +284,6 @@ def metrics() -> str:
     engine = Engine(ToyModel(num_slots=64), EngineConfig())
     card = ModelCard("toy", "toy", None, 300, 64, None, (), "raw_logprobs", {})
     ingress, replica = IngressMetrics(), ReplicaMetrics()
-    ingress.label_mass("/rerank", np.ones(1))  # its label is known from its first value on
     labels = _labels(ingress.registry) | _labels(replica.registry)
     about = (
         "`/metrics` merges the metrics of all processes. Each series has the labels `deployment` and `replica` beside "
@@ -308,7 +307,13 @@ def metrics() -> str:
 
 def _labels(registry: Any) -> dict[str, Sequence[str]]:
     """Returns the label names of a registry's metrics, which prometheus_client keeps in private attributes."""
-    return {one._name: one._labelnames for one in registry._collector_to_names}
+    found: dict[str, Sequence[str]] = {}
+    for one in registry._collector_to_names:
+        if isinstance(one, LoopHistogram):
+            found[one.name] = (one.label,) if one.label else ()
+        else:
+            found[one._name] = one._labelnames
+    return found
 
 
 def _own(family: Metric) -> list[str]:

@@ -21,11 +21,11 @@ from benchmarks.service import clock_service
 from benchmarks.service.clock_service import ClockModel, ClockSampler, Engine, first_of
 from gpu_sampler.output import SampleOutput
 
-pack: Any = first_of("engine.batch.input_batch:pack", "engine.batch:pack")
-StepKind: Any = first_of("engine.batch.input_batch:StepKind", "engine.batch:StepKind")
-ScheduledSequence: Any = first_of("engine.batch.input_batch:ScheduledSequence", "engine.batch:Run")
-GenerateRequest: Any = first_of("engine.requests:GenerateRequest", "engine.jobs:GenerateJob")
-SamplingParams: Any = first_of("gpu_sampler.sampling_params:SamplingParams", "gpu_sampler.params:SamplingParams")
+pack: Any = first_of("engine.batch:pack", "engine.batch.input_batch:pack")
+StepKind: Any = first_of("engine.batch:StepKind", "engine.batch.input_batch:StepKind")
+ScheduledSequence: Any = first_of("engine.batch:Run", "engine.batch.input_batch:ScheduledSequence")
+GenerateRequest: Any = first_of("engine.jobs:GenerateJob", "engine.requests:GenerateRequest")
+SamplingParams: Any = first_of("gpu_sampler.params:SamplingParams", "gpu_sampler.sampling_params:SamplingParams")
 EngineConfig: Any = first_of("engine.config:EngineConfig")
 
 VOCAB = 151_936

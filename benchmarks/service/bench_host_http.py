@@ -6,8 +6,10 @@
 
 It starts the service in fast mode with one ingress and one replica, whose steps take an H200's time and compute nothing
 (`benchmarks.service.clock_service`), and loads it over keep-alive connections from processes of its own, in a closed
-loop. A row gives the rate, the latency, and the processor time of each process for each request and token. Client,
-service and clock share the machine's cores. With `--before` the sources of another folder run first, each load in turn,
+loop. A row gives the rate, the latency, the processor time of each process for each request and token, and how long
+decode steps take beside the load, in times of the device's own time for them (`step_of_device`). `step_ratio` is that
+of 256 streams to that of 256 plain completions, which are read at their ends alone. Client, service and clock share the
+machine's cores. With `--before` the sources of another folder run first, each load in turn,
 and every row has the ratio to them. Each load is run `--rounds` times; the row is the run of the median rate.
 """
 
@@ -18,6 +20,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -33,6 +36,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from benchmarks.support.h200 import DECODE_S, ROW_S
 from benchmarks.support.report import Row, publish
 from deployments.cli.launch.listening_ports import descendants
 
@@ -45,6 +49,9 @@ PARTS = {"Ingress": "ingress", "Replica:": "replica", "ServeReplica": "replica",
 PROMPT, NEW, ITEM = 128, 128, 32  # tokens
 ITEMS = 64  # of a score in a mixed load
 LAST_CHUNK = b"\r\n0\r\n\r\n"
+READ_BY_TOKEN, READ_AT_THE_END = "256 streams", "256 plain completions"
+SCRAPE_S = 0.6  # after which an answer of /metrics is a new one
+DECODE_SAMPLE = re.compile(r'^(assay_step_\w+)\{[^}]*kind="decode"[^}]*\} (\S+)$', re.MULTILINE)
 VOCAB = 2048  # ids of the built-in tokenizer that a client may send
 
 
@@ -183,11 +190,24 @@ def _client(pipe: Any, address: tuple[str, int], case: LoadCase, callers: int, s
         pipe.send(error)
 
 
+class DecodeSteps(NamedTuple):
+    """Counts the decode steps of a replica since its start."""
+
+    seconds: float
+    count: float
+    rows: float
+
+    def of_device(self, before: "DecodeSteps", device: float) -> float | None:
+        """Returns the time of the steps since `before`, in times of what the device alone takes for them."""
+        seconds, count, rows = (now - then for now, then in zip(self, before, strict=True))
+        return seconds * device / (DECODE_S * count + ROW_S * rows) if count > 0 else None
+
+
 class ClockService:
     """Represents the service of one folder of sources while it runs."""
 
-    def __init__(self, name: str, sources: Path, port: int, process: "subprocess.Popen[bytes]") -> None:
-        self.name, self.sources, self.port, self.process = name, sources, port, process
+    def __init__(self, name: str, sources: Path, port: int, process: "subprocess.Popen[bytes]", device: float) -> None:
+        self.name, self.sources, self.port, self.process, self.device = name, sources, port, process, device
 
     def cpu_s(self) -> Counter[str]:
         """Returns the processor seconds of all processes of the service, by part."""
@@ -201,6 +221,15 @@ class ClockService:
             part = next((part for word, part in PARTS.items() if word in command), "ray")
             found[part] += (int(fields[11]) + int(fields[12])) / TICKS  # type: ignore[assignment]
         return found
+
+    def decode_steps(self) -> "DecodeSteps":
+        """Returns what the replica's metrics say of its decode steps; zeros where they say nothing."""
+        time.sleep(SCRAPE_S)
+        with _opener().open(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as answer:
+            text = answer.read().decode("utf-8")
+        found = {name: float(value) for name, value in DECODE_SAMPLE.findall(text)}
+        names = ("seconds_sum", "seconds_count", "sequences_sum")
+        return DecodeSteps(*(found.get(f"assay_step_{name}", 0.0) for name in names))
 
     def measure(self, case: LoadCase, clients: int) -> Row:
         """Runs one load and returns its row."""
@@ -216,7 +245,7 @@ class ClockService:
         try:
             for _, pipe in running:
                 _received(pipe)
-            before = self.cpu_s()
+            steps, before = self.decode_steps(), self.cpu_s()
             for _, pipe in running:
                 pipe.send(None)
             figures = [_received(pipe) for _, pipe in running]
@@ -226,7 +255,9 @@ class ClockService:
                 process.kill()
                 process.join()
         used.subtract(before)
-        return self._row(case, figures, used)
+        row = self._row(case, figures, used)
+        row["step_of_device"] = self.decode_steps().of_device(steps, self.device)
+        return row
 
     def _row(self, case: LoadCase, figures: Sequence[ClientFigures], used: Counter[str]) -> Row:
         seconds = max(one.end for one in figures) - min(one.start for one in figures)
@@ -295,14 +326,18 @@ def started(
             )
         try:
             _wait_ready(port, process, Path(folder) / "log.txt")
-            yield ClockService(name, sources, port, process)
+            yield ClockService(name, sources, port, process, device)
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(END_S)
 
 
+def _opener() -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
 def _wait_ready(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = _opener()
     end = time.monotonic() + READY_S
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(OSError), opener.open(f"http://127.0.0.1:{port}/readyz", timeout=5) as answer:
@@ -330,6 +365,10 @@ def measured(services: Sequence[ClockService], given: argparse.Namespace) -> lis
             row["rate_ratio"] = _ratio(row, medians[0], rate)
             row["p50_ratio"] = _ratio(row, medians[0], "p50_ms")
         rows += medians
+    for row in rows:
+        alone = [other for other in rows if other["case"] == READ_AT_THE_END and other["sources"] == row["sources"]]
+        if row["case"] == READ_BY_TOKEN and alone:
+            row["step_ratio"] = _ratio(row, alone[0], "step_of_device")
     return rows
 
 

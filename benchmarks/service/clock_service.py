@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from ray.serve import Application
 
+from benchmarks.support import h200
 from deployments import app
 from gpu_sampler.output import SampleOutput
 from gpu_sampler.sampler import Sampler
@@ -23,14 +24,17 @@ from gpu_sampler.sampler import Sampler
 os.environ.setdefault("ASSAY_TEST_FAULTS", "1")  # the clock is one of the models for tests
 
 SPEED = float(os.environ.get("ASSAY_CLOCK_SPEED", "1"))  # of the device, in H200s
-# A step: fixed, for each decoded row, for each new token.
-DECODE_S, ROW_S, TOKEN_S = 1.3e-3 / SPEED, 1.02e-5 / SPEED, 1.92e-6 / SPEED
+DECODE_S, ROW_S, TOKEN_S = h200.DECODE_S / SPEED, h200.ROW_S / SPEED, h200.TOKEN_S / SPEED
 FIRST_ID = 300  # of what the clock samples; the built-in tokenizer's ids from here on are texts
 SLOTS = 1 << 18
 
 
 def first_of(*places: str) -> Any:
-    """Returns the first of several `module:name` that exists."""
+    """Returns the first of several `module:name` that exists.
+
+    Names of earlier commits stand first. Where the project is installed in place, Python finds a module that the
+    earlier commit lacks in the installed one, so a newer name is found beside any sources.
+    """
     for place in places:
         module, name = place.split(":")
         try:
@@ -40,10 +44,10 @@ def first_of(*places: str) -> Any:
     raise ImportError(f"None of {places} exists.")
 
 
-AppArgs: Any = first_of("deployments.config.app_args:AppArgs", "deployments.config:AppArgs")
-Engine: Any = first_of("engine.engine:Engine", "engine.loop:Engine")
+AppArgs: Any = first_of("deployments.config:AppArgs", "deployments.config.app_args:AppArgs")
+Engine: Any = first_of("engine.loop:Engine", "engine.engine:Engine")
 ToyModel: Any = first_of(
-    "tests.support.toy_model:ToyModel", "engine.testing.toy_model:ToyModel", "engine.builtin.toy:ToyModel"
+    "engine.builtin.toy:ToyModel", "engine.testing.toy_model:ToyModel", "tests.support.toy_model:ToyModel"
 )
 
 
@@ -135,6 +139,7 @@ class ClockReplica(app.Replica):
 
     def _make_engine(self, model: Any) -> Any:
         config: Any = self._args.engine_config()
+        self._digest = ""  # a clock has no weights to compare
         clock = ClockModel(vocab_size=int(os.environ["ASSAY_CLOCK_VOCAB"]))
         try:
             overlapped = {"options": first_of("engine.core:LoopOptions")(overlap=True)}

@@ -126,8 +126,10 @@ def build_api(
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )
-    # Serve looks for a request's route in this order.
+    # Serve looks for a request's route in this order: first come those of most requests.
     routes.post("/generative_scoring", generative_scoring, ScoringRequest, ScoringResponse)
+    routes.post("/v1/completions", completions, CompletionRequest, CompletionResponse, event=CompletionResponse)
+    routes.post("/v1/chat/completions", chat_completions, ChatRequest, ChatResponse, event=ChatEvent)
     routes.post("/classify", classify, ClassifyRequest, ClassifyResponse)
     routes.post("/v1/classify", classify, ClassifyRequest, ClassifyResponse)
     routes.post("/pooling", pooling, PoolingBody, PoolingResponse)
@@ -142,8 +144,6 @@ def build_api(
     routes.post("/score", scoring, ScoreBody, ScoreResponse)
     routes.post("/v1/score", scoring, ScoreBody, ScoreResponse)
     routes.post("/v1/decisions", decisions, DecisionRequest, DecisionResponse)
-    routes.post("/v1/completions", completions, CompletionRequest, CompletionResponse, event=CompletionResponse)
-    routes.post("/v1/chat/completions", chat_completions, ChatRequest, ChatResponse, event=ChatEvent)
     routes.get("/healthz", info.healthz, Alive, PROBED)
     routes.get("/readyz", info.readyz, Readiness, PROBED, also=not_ready(Readiness))
     routes.get("/health", info.readyz, Readiness, PROBED, also=not_ready(Readiness))

@@ -126,10 +126,10 @@ class RequestHandler:
         **kwargs: P.kwargs,
     ) -> T:
         """Runs `call` as `off_loop` does. Raises ApiError if the deadline of `limit_s` passes before it ends."""
-        deadline = self.deadline(context, limit_s)
         if size <= OFF_LOOP_BYTES:
+            context.timeout_s(limit_s)  # raises if no time is left
             return call(*args, **kwargs)
-        with deadline:
+        with self.deadline(context, limit_s):
             return await self.in_thread(call, *args, **kwargs)
 
     async def in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -327,9 +327,10 @@ def undeclared_fields(body: Body, refused: Mapping[str, Neutral], prefix: str = 
             names += [prefix + name] if prefix or name not in HARMLESS else []
         elif not is_neutral(value, refused[name]):
             raise unsupported(prefix + name, "is not supported by this route")
-    for name in type(body).model_fields:
-        for at, part in _parts(getattr(body, name), prefix + name):
-            names += undeclared_fields(part, part.refused_fields, f"{at}.")
+    for name, value in body.__dict__.items():  # the declared fields, in their order
+        if isinstance(value, Body | list):
+            for at, part in _parts(value, prefix + name):
+                names += undeclared_fields(part, part.refused_fields, f"{at}.")
     return names
 
 

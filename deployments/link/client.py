@@ -11,7 +11,7 @@ from deployments.link.frames import MAX_FRAME_BYTES, MAX_HANDSHAKE_BYTES, FrameE
 from deployments.link.handshake import LinkAddress, Proof, is_proof, link_key, new_nonce, proof_of
 from deployments.observability.link_figures import LinkFigures
 from deployments.protocol import AnyCall, GenerateReply, PromptChunk
-from deployments.stream_buffer import add_chunk
+from deployments.stream_buffer import PendingChunks
 from engine.requests import Load, PoolingRequest, ScoreRequest
 
 log = logging.getLogger("ray.serve")
@@ -20,7 +20,6 @@ MAX_UNSENT_BYTES = 64 << 20  # that a replica has not read: later calls take the
 MAX_OPEN_CALLS = 2048
 
 Loss = Literal["cut", "died", "unreachable"]
-NO_LOAD = Load(0, 0.0)
 
 
 class LinkLost(Exception):
@@ -41,7 +40,7 @@ class LinkCall:
         self._link = link
         self._number = number
         self._epoch = epoch
-        self._chunks: dict[tuple[int, int], PromptChunk] = {}
+        self._chunks = PendingChunks()
         self._reply: asyncio.Future[object] = link.loop.create_future()
 
     def __await__(self) -> Generator[Any, None, object]:
@@ -54,15 +53,14 @@ class LinkCall:
 
     def add(self, item: PromptChunk, load: Load) -> None:
         """Takes a part of the reply."""
-        add_chunk(self._chunks, item)
+        self._chunks.add(item)
 
     def end(self, reply: object, load: Load) -> None:
         """Takes the reply; None: it is made of the parts that have come."""
         if self._reply.done():
             return
         if reply is None:
-            chunks = tuple(self._chunks[key] for key in sorted(self._chunks))
-            reply = GenerateReply(chunks, self._epoch, load)
+            reply = GenerateReply(self._chunks.take_sorted(), self._epoch, load)
         self._reply.set_result(reply)
 
     def lose(self, cause: Loss) -> None:
@@ -79,8 +77,8 @@ class LinkStream:
         self._link = link
         self._number = number
         self._epoch = epoch
-        self._chunks: dict[tuple[int, int], PromptChunk] = {}
-        self._load = NO_LOAD
+        self._chunks = PendingChunks()
+        self._load = messages.NO_LOAD
         self._last: object = None  # a Failure of the whole call
         self._lost: Loss | None = None
         self._ended = False
@@ -100,8 +98,7 @@ class LinkStream:
                 await self._waiter
             finally:
                 self._waiter = None
-        chunks, self._chunks = tuple(self._chunks.values()), {}
-        return GenerateReply(chunks, self._epoch, self._load)
+        return GenerateReply(self._chunks.take(), self._epoch, self._load)
 
     def cancel(self) -> None:
         """Ends the call. Does nothing once it has ended."""
@@ -109,7 +106,7 @@ class LinkStream:
 
     def add(self, item: PromptChunk, load: Load) -> None:
         """Takes a part of the reply."""
-        add_chunk(self._chunks, item)
+        self._chunks.add(item)
         self._load = load
         self._wake()
 
@@ -328,9 +325,9 @@ class Link(asyncio.Protocol):
             return
         reply: object = None
         if isinstance(answer, messages.LabelScoreAnswer | messages.PoolingAnswer):
-            reply = answer.result
+            reply = answer.result._replace(load=load)
         elif isinstance(answer, messages.LikelihoodAnswer):
-            reply = answer.reply
+            reply = answer.reply._replace(load=load)
         elif isinstance(answer, messages.CallFailure):
             reply = answer.failure
         call.end(reply, load)

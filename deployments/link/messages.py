@@ -40,6 +40,7 @@ MAX_DIMENSIONS = 2
 DTYPES = tuple(np.dtype(name) for name in ("<i4", "<f4", "<f8", "u1", "?"))
 FINISHES = (None, FinishReason.STOP, FinishReason.LENGTH)
 ABSENT = -1
+NO_LOAD = Load(0, 0.0)
 M = TypeVar("M")
 
 
@@ -155,7 +156,10 @@ Answer = LabelScoreAnswer | LikelihoodAnswer | PoolingAnswer | CallFailure | Cal
 
 
 class Results(msgspec.Struct, array_like=True):
-    """Holds what a replica has for the calls of one link. Parts apply in the order of the fields."""
+    """Holds what a replica has for the calls of one link. Parts apply in the order of the fields.
+
+    Answers have the frame's load: their own fields of this name hold `NO_LOAD`.
+    """
 
     load: Load
     prompts: list[ScoredPrompt]
@@ -221,34 +225,31 @@ class MessageType(Generic[M]):
         return DTYPES.index(value.dtype), *value.shape
 
     def _take(self, kind: Any, value: object) -> npt.NDArray[Any]:
-        dtype = _dtype_of(kind)
-        shape: list[int] = []
-        size = dtype.itemsize
-        match value:
-            case [int(code), *lengths] if code == DTYPES.index(dtype) and 1 <= len(lengths) <= MAX_DIMENSIONS:
-                for length in lengths:
-                    if type(length) is not int or not 0 <= length <= MAX_FRAME_BYTES:
-                        raise FrameError(f"A length of an array must be in [0, {MAX_FRAME_BYTES}].")
-                    shape.append(length)
-                    size *= length
-            case _:
-                raise FrameError(f"An array must name its type, {dtype.name}, and one or two lengths.")
+        dtype, code = _dtype_of(kind)
+        if type(value) is not list or not 2 <= len(value) <= 1 + MAX_DIMENSIONS or value[0] != code:
+            raise FrameError(f"An array must name its type, {dtype.name}, and one or two lengths.")
+        shape, size = value[1:], dtype.itemsize
+        for length in shape:
+            if type(length) is not int or not 0 <= length <= MAX_FRAME_BYTES:
+                raise FrameError(f"A length of an array must be in [0, {MAX_FRAME_BYTES}].")
+            size *= length
         if size > len(self._received):
             raise FrameError(f"An array must fit its frame. Given: {size} bytes of {len(self._received)}.")
         data, self._received = self._received[:size], self._received[size:]
         # A copy: it may be written to, and does not keep the frame.
-        return np.frombuffer(data, dtype).reshape(shape).copy()
+        found = np.frombuffer(data, dtype).copy()
+        return found if len(shape) == 1 else found.reshape(shape)
 
 
-_DTYPES_OF: dict[int, tuple[Any, np.dtype[Any]]] = {}  # by the id of an annotation, which is kept
+_DTYPES_OF: dict[int, tuple[Any, tuple[np.dtype[Any], int]]] = {}  # by the id of an annotation, which is kept
 
 
-def _dtype_of(annotation: Any) -> np.dtype[Any]:
-    """Returns the type that an array annotated so must have."""
+def _dtype_of(annotation: Any) -> tuple[np.dtype[Any], int]:
+    """Returns the type that an array annotated so must have, and its number."""
     found = _DTYPES_OF.get(id(annotation))
     if found is None:
-        found = annotation, np.dtype(get_args(get_args(annotation)[1])[0])
-        _DTYPES_OF[id(annotation)] = found
+        dtype = np.dtype(get_args(get_args(annotation)[1])[0])
+        found = _DTYPES_OF[id(annotation)] = annotation, (dtype, DTYPES.index(dtype))
     return found[1]
 
 

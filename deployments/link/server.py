@@ -11,6 +11,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, NoReturn
 
 from deployments.link import messages
@@ -174,9 +175,13 @@ class _ServerLink(asyncio.Protocol):
                 work = self._stream if generation.streamed else self._generate
                 self._begin(generation.number, lambda: work(generation))
             case FrameKind.CANCEL:
-                task = self.calls.get(messages.CANCEL.decode(frame).number)
+                number = messages.CANCEL.decode(frame).number
+                task = self.calls.get(number)
                 if task is not None:
                     task.cancel()
+                    task.add_done_callback(
+                        partial(self._forget, number)
+                    )  # one that had not begun forgets nothing itself
             case _:
                 _refuse(frame)
 
@@ -201,12 +206,14 @@ class _ServerLink(asyncio.Protocol):
             raise FrameError(f"The number of a call must be new. Given: {number}.")
         if len(self.calls) >= MAX_CALLS:
             full = Failure(ErrorCode.OVERLOADED, "The link has too many calls.", None, self._service.load())
-            self._answer(messages.CallFailure(number, full, messages.ABSENT))
+            self._fail(number, full)
             return
-        task = self._loop.create_task(self._run(number, work()))
         self._figures.calls += 1
-        self.calls[number] = task
-        task.add_done_callback(lambda _: self.calls.pop(number, None))
+        self.calls[number] = self._loop.create_task(self._run(number, work()))
+
+    def _forget(self, number: int, task: "asyncio.Task[None]") -> None:
+        if self.calls.get(number) is task:
+            del self.calls[number]
 
     async def _run(self, number: int, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -214,19 +221,30 @@ class _ServerLink(asyncio.Protocol):
         except Exception:
             log.exception("A call of a link raised.")
             failure = Failure(ErrorCode.STEP_FAILED, "The server failed on this request.", None)
-            self._answer(messages.CallFailure(number, failure, messages.ABSENT))
+            self._fail(number, failure)
+        finally:
+            self.calls.pop(number, None)
 
     async def _score(self, call: messages.ScoreCall) -> None:
         found = await self._service.score(call.request)
-        self._answer(_failed(call.number, found) or messages.LabelScoreAnswer(call.number, found))  # type: ignore[arg-type]
+        if isinstance(found, Failure):
+            self._fail(call.number, found)
+        else:
+            self._answer(messages.LabelScoreAnswer(call.number, found._replace(load=messages.NO_LOAD)))
 
     async def _likelihood(self, call: messages.LikelihoodCall) -> None:
         found = await self._service.likelihood(call.request)
-        self._answer(_failed(call.number, found) or messages.LikelihoodAnswer(call.number, found))  # type: ignore[arg-type]
+        if isinstance(found, Failure):
+            self._fail(call.number, found)
+        else:
+            self._answer(messages.LikelihoodAnswer(call.number, found._replace(load=messages.NO_LOAD)))
 
     async def _pooling(self, call: messages.PoolingCall) -> None:
         found = await self._service.pooling(call.request)
-        self._answer(_failed(call.number, found) or messages.PoolingAnswer(call.number, found))  # type: ignore[arg-type]
+        if isinstance(found, Failure):
+            self._fail(call.number, found)
+        else:
+            self._answer(messages.PoolingAnswer(call.number, found._replace(load=messages.NO_LOAD)))
 
     async def _generate(self, call: messages.GenerationCall) -> None:
         self._add(call.number, await self._service.generate(call.requests, call.epoch))
@@ -240,7 +258,7 @@ class _ServerLink(asyncio.Protocol):
     def _add(self, number: int, reply: GenerateReply | Failure, *, last: bool = True) -> None:
         """Queues the parts of a generation's reply."""
         if isinstance(reply, Failure):
-            self._answer(messages.CallFailure(number, reply, messages.ABSENT))
+            self._fail(number, reply)
             return
         for prompt, chunk in reply.chunks:
             if isinstance(chunk, Failure):
@@ -252,6 +270,10 @@ class _ServerLink(asyncio.Protocol):
         if last:
             self._answers.append(messages.CallEnd(number))
         self._flush_soon()
+
+    def _fail(self, number: int, failure: Failure) -> None:
+        """Ends a whole call with its failure."""
+        self._answer(messages.CallFailure(number, failure, messages.ABSENT))
 
     def _answer(self, answer: messages.Answer) -> None:
         self._answers.append(answer)
@@ -284,10 +306,6 @@ class _ServerLink(asyncio.Protocol):
         self._figures.frames_sent += 1
         self._figures.bytes_sent += len(frame)
         self._transport.write(frame)
-
-
-def _failed(number: int, found: object) -> messages.CallFailure | None:
-    return messages.CallFailure(number, found, messages.ABSENT) if isinstance(found, Failure) else None
 
 
 def _refuse(frame: LinkFrame) -> NoReturn:

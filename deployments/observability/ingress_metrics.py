@@ -5,20 +5,20 @@ The values of every label are a closed set.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from types import TracebackType
 from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import Metric
 
 from deployments.auth.api_keys import NEEDS
 from deployments.auth.authenticator import Reason
 from deployments.errors import ERROR_KINDS
-from deployments.observability.exposition import SECONDS, collected, histogram
+from deployments.observability.exposition import SECONDS, LoopHistogram, collected
 from deployments.observability.link_figures import LinkFigures
 from deployments.periodic import PeriodicTask
 
@@ -96,25 +96,6 @@ class StageTimer:
             self._report(self._stage, time.perf_counter() - self._started)
 
 
-class ArrayHistogram:
-    """Counts arrays of values in a histogram with one label: all values of one request cost one call."""
-
-    def __init__(self, name: str, help: str, bounds: Sequence[float], label: str) -> None:
-        self._name, self._help, self._bounds, self._label = name, help, tuple(bounds), label
-        self._totals: dict[str, tuple[npt.NDArray[np.int64], float]] = {}
-
-    def observe(self, value: str, numbers: npt.NDArray[np.floating]) -> None:
-        """Counts `numbers`, [N], all finite, under the label value `value`."""
-        empty = np.zeros(len(self._bounds) + 1, np.int64)
-        counts, total = self._totals.get(value, (empty, 0.0))
-        found = np.bincount(np.searchsorted(self._bounds, numbers, "left"), minlength=len(empty))
-        self._totals[value] = (counts + found, total + float(numbers.sum(dtype=np.float64)))
-
-    def family(self) -> Metric:
-        totals = {value: (counts.tolist(), total) for value, (counts, total) in self._totals.items()}
-        return histogram(self._name, self._help, self._bounds, totals, self._label)
-
-
 class IngressMetrics:
     """Holds the metrics of one ingress process.
 
@@ -126,30 +107,31 @@ class IngressMetrics:
         registry = self.registry = CollectorRegistry()
         self.links = LinkFigures()
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        histogram_of = partial(Histogram, registry=registry)
-        seconds = partial(histogram_of, buckets=SECONDS)
+        histogram = partial(LoopHistogram, registry)
         # Requests.
-        self._requests = counter("assay_requests", "Answered requests.", ("route", "status", "code"))
+        requests = counter("assay_requests", "Answered requests.", ("route", "status", "code"))
+        self._request_of = cache(requests.labels)  # of values that `known` has let through
         about = "Time from a request's first byte to the last of its answer."
-        self._seconds = seconds("assay_request_seconds", about, ("route",))
-        stages = seconds("assay_stage_seconds", "Time of the stages of requests.", ("stage",))
-        self._stage_children = {stage: stages.labels(stage) for stage in sorted(STAGES)}
+        self._seconds = histogram("assay_request_seconds", about, SECONDS, "route")
+        self._stages = histogram("assay_stage_seconds", "Time of the stages of requests.", SECONDS, "stage")
+        for stage in sorted(STAGES):
+            self._stages.add_series(stage)
         self._inflight = gauge("assay_inflight_requests", "Requests that are being answered.")
         self._body_bytes = gauge("assay_inflight_body_bytes", "Bytes of the bodies of these requests.")
         self._streams = gauge("assay_open_streams", "Streams that are being written.")
-        self._shards = histogram_of("assay_fanout_shards", "Shards of a scoring request.", buckets=SHARDS)
+        self._shards = histogram("assay_fanout_shards", "Shards of a scoring request.", SHARDS)
         about = "Scoring requests, or shards, of one call to a replica."
-        self._batched = histogram_of("assay_micro_batch_requests", about, buckets=SHARDS)
+        self._batched = histogram("assay_micro_batch_requests", about, SHARDS)
         self._handle_calls = counter("assay_handle_calls", "Calls to replicas that went through Ray.")
         # Tokens and items.
-        self._first = seconds(
-            "assay_time_to_first_token_seconds", "Time to the first token of completions.", ("route",)
-        )
+        about = "Time to the first token of completions."
+        self._first = histogram("assay_time_to_first_token_seconds", about, SECONDS, "route")
         about = "Mean time between the tokens of a request, one value a request."
-        self._gaps = histogram_of("assay_mean_inter_token_seconds", about, ("route",), buckets=GAP_SECONDS)
-        self._items = counter("assay_items", "Scored items.", ("route",))
-        self._truncated = counter("assay_truncated_items", "Scored items that were truncated.", ("route",))
-        self._mass = ArrayHistogram("assay_label_mass", "Probability of all labels of an item together.", MASS, "route")
+        self._gaps = histogram("assay_mean_inter_token_seconds", about, GAP_SECONDS, "route")
+        self._items_of = cache(counter("assay_items", "Scored items.", ("route",)).labels)
+        truncated = counter("assay_truncated_items", "Scored items that were truncated.", ("route",))
+        self._truncated_of = cache(truncated.labels)
+        self._mass = histogram("assay_label_mass", "Probability of all labels of an item together.", MASS, "route")
         # Faults.
         self._rejected = counter("assay_rejected", "Refused requests.", ("reason",))
         self._disconnects = counter("assay_disconnects", "Clients that disconnected.", ("phase",))
@@ -163,9 +145,9 @@ class IngressMetrics:
         self._missing = counter("assay_scrape_missing", "Processes that did not answer a scrape.")
         about = "Canaries that failed, as this ingress saw them."
         self._canaries = counter("assay_canary_failures", about, ("reason",))
-        self._canary_seconds = seconds("assay_canary_seconds", "Time of canaries that passed.")
+        self._canary_seconds = histogram("assay_canary_seconds", "Time of canaries that passed.", SECONDS)
         about = "How late the event loop ran what was due."
-        self._lag = histogram_of("assay_event_loop_lag_seconds", about, buckets=GAP_SECONDS)
+        self._lag = histogram("assay_event_loop_lag_seconds", about, GAP_SECONDS)
         self._ready = gauge("assay_ready_replicas", "Replicas that passed their canary within two periods.")
         self._required = gauge("assay_required_replicas", "Ready replicas that /readyz requires.")
         for metric, values in (
@@ -189,8 +171,8 @@ class IngressMetrics:
         """Counts an answer. `code` is an error code or ""; status 499 is a client that disconnected."""
         self._inflight.dec()
         route = known(route, ROUTES)
-        self._requests.labels(route, known(status, STATUSES), known(code, CODES)).inc()
-        self._seconds.labels(route).observe(seconds)
+        self._request_of(route, known(status, STATUSES), known(code, CODES)).inc()
+        self._seconds.observe(seconds, route)
         if code in REJECTIONS:
             self._rejected.labels(REJECTIONS[code]).inc()
 
@@ -200,7 +182,7 @@ class IngressMetrics:
 
     def stage(self, stage: Stage, seconds: float) -> None:
         """Counts the time of one part of a request."""
-        self._stage_children[stage].observe(seconds)
+        self._stages.observe(seconds, stage)
 
     def timed(self, stage: Stage) -> "StageTimer":
         """Returns a block whose time counts as a stage, unless the block raises."""
@@ -208,11 +190,11 @@ class IngressMetrics:
 
     def first_token(self, route: str, seconds: float) -> None:
         """Counts the time to a request's first token."""
-        self._first.labels(known(route, ROUTES)).observe(seconds)
+        self._first.observe(seconds, known(route, ROUTES))
 
     def token_gap(self, route: str, seconds: float) -> None:
         """Counts the mean time between a request's tokens, once, at its end."""
-        self._gaps.labels(known(route, ROUTES)).observe(seconds)
+        self._gaps.observe(seconds, known(route, ROUTES))
 
     def streams(self, change: int) -> None:
         """Counts a stream that opens or closes."""
@@ -225,12 +207,12 @@ class IngressMetrics:
     def items(self, route: str, count: int, truncated: int) -> None:
         """Counts how many items were scored, and how many of them were truncated."""
         route = known(route, ROUTES)
-        self._items.labels(route).inc(count)
-        self._truncated.labels(route).inc(truncated)
+        self._items_of(route).inc(count)
+        self._truncated_of(route).inc(truncated)
 
     def label_mass(self, route: str, masses: npt.NDArray[np.floating]) -> None:
         """Counts the probability of all labels together, [N], finite, for each scored item."""
-        self._mass.observe(known(route, ROUTES), masses)
+        self._mass.observe_all(masses, known(route, ROUTES))
 
     def auth_failed(self, reason: Reason) -> None:
         """Counts a request without a valid key."""
@@ -284,4 +266,4 @@ class IngressMetrics:
 
     def families(self) -> tuple[Metric, ...]:
         """Returns all metrics of this process."""
-        return (*collected(self.registry), self._mass.family(), *self.links.families())
+        return (*collected(self.registry), *self.links.families())

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.metrics_core import CounterMetricFamily as Counters
 from prometheus_client.metrics_core import GaugeMetricFamily as Gauges
 from prometheus_client.metrics_core import Metric, SummaryMetricFamily
 
-from deployments.observability.exposition import SECONDS, collected, histogram, labelled
+from deployments.observability.exposition import SECONDS, LoopHistogram, collected, histogram, labelled
 from deployments.observability.ingress_metrics import known
 from deployments.observability.link_figures import LinkFigures
 from deployments.protocol import ModelCard
@@ -50,12 +50,8 @@ class ReplicaMetrics:
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         self.links = LinkFigures()
-        self._wait = Histogram(
-            "assay_queue_wait_seconds",
-            "Time from a request's arrival to its first step.",
-            buckets=SECONDS,
-            registry=registry,
-        )
+        about = "Time from a request's arrival to its first step."
+        self._wait = LoopHistogram(registry, "assay_queue_wait_seconds", about, SECONDS)
         self._failures = Counter(
             "assay_failed_requests", "Requests that the replica refused or lost.", ["code"], registry=registry
         )

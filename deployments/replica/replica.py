@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from prometheus_client.metrics_core import Metric
 
@@ -167,27 +168,27 @@ class ReplicaServer:
     async def score(self, request: ScoreRequest, route: Route | None = None) -> ScoreResult | Failure:
         try:
             request = with_writable_arrays(request, ScoreRequest)
-            with self._guard.admitted(request):
+            with self._guard.admit(request):
                 found = await self.engine.score(request)
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
-        return found._replace(load=self.load())
+        return found._replace(load=self._load_of_turn())
 
     async def pooling(self, request: PoolingRequest, route: Route | None = None) -> PoolingResult | Failure:
         try:
             request = with_writable_arrays(request, PoolingRequest)
-            with self._guard.admitted(request):
+            with self._guard.admit(request):
                 found = await self.engine.pooling(request)
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
-        return found._replace(load=self.load())
+        return found._replace(load=self._load_of_turn())
 
     async def likelihood(self, request: LikelihoodRequest, route: Route | None = None) -> LikelihoodReply | Failure:
         try:
             request = with_writable_arrays(request, LikelihoodRequest)
-            with self._guard.admitted(request):
+            with self._guard.admit(request):
                 found = await self.engine.likelihood(request)
         except EngineError as error:
             return self._failure(error)
@@ -199,7 +200,7 @@ class ReplicaServer:
             found.cached,
             found.queue_s,
             found.compute_s,
-            self.load(),
+            self._load_of_turn(),
             found.head_s,
         )
 
@@ -267,7 +268,7 @@ class ReplicaServer:
         """
         try:
             requests = self._admitted(requests)
-            with self._guard.admitted(requests):
+            with self._guard.admit(requests):
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._complete(q, request)) for q, request in enumerate(requests)]
         except EngineError as error:
@@ -276,7 +277,7 @@ class ReplicaServer:
             return self._failure(_first_engine_error(group_error))
         chunks = [chunk for task in tasks for chunk in task.result()]
         self._metrics.waited(min(item.chunk.queue_s for item in chunks if not isinstance(item.chunk, Failure)))
-        return GenerateReply(tuple(chunks), epoch, self.load())
+        return GenerateReply(tuple(chunks), epoch, self._load_of_turn())
 
     def _admitted(self, requests: GenerateCall) -> GenerateCall:
         """Returns the requests once the engine has room for all of them: a part of an answer is worth nothing."""
@@ -366,7 +367,7 @@ class ReplicaServer:
                 buffer.close_one()
 
         try:
-            running = self.engine.begin(request, deliver)
+            running = self.engine.begin(request, deliver, partial(buffer.add_token, prompt))
         except EngineError as error:
             buffer.add(PromptChunk(prompt, self._failure(error)))
             buffer.close_one()

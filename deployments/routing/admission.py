@@ -67,9 +67,9 @@ class Admission:
             raise overloaded(wait_s)
 
     def _least_loaded(self) -> Sequence[str]:
+        if len(self._loads.replicas) <= MAX_JUDGED:
+            return self._loads.replicas
         names, tokens = self._loads.loads()
-        if len(names) <= MAX_JUDGED:
-            return names
         return [names[place] for place in tokens.argpartition(MAX_JUDGED)[:MAX_JUDGED].tolist()]
 
     def _closed_s(self, name: str, timeout_s: float, tenant: str) -> float:

@@ -51,6 +51,7 @@ class _Replica:
     sent: float = 0.0  # tokens, since then, by this process
     shrink: float = 1.0  # part of the speed
     held: TenantQueues = field(default_factory=TenantQueues)  # tokens that wait in this process for their micro-batch
+    latest: Load | None = None  # report
 
     def load(self, now: float) -> float:
         return max(0.0, self.queues.total - self.drain * (now - self.when)) + self.held.total
@@ -79,6 +80,7 @@ class _Replica:
         self.when = now
 
     def report(self, load: Load, now: float) -> None:
+        self.latest = load
         elapsed = now - self.reported_at
         if self.reports and elapsed > 0 and load.tokens_per_s > 0:
             shrunk = (self.reported + self.sent - load.queued_tokens) / (elapsed * load.tokens_per_s)
@@ -236,7 +238,7 @@ class LoadTracker:
         with self._lock:
             ticket = self._tickets.get(number)
             found = None if ticket is None else self._replicas.get(ticket.replica)
-            if ticket is not None and found is not None:
+            if ticket is not None and found is not None and found.latest is not load:  # one report of a whole frame
                 found.report(load, self._clock())
                 self._table.update(ticket.replica, found)
 

@@ -84,6 +84,8 @@ class ReplicaSelector:
         Returns:
             Names, best first; empty if none is known.
         """
+        if len(self._loads.replicas) < 2:
+            return tuple(name for name in self._loads.replicas if name not in exclude)
         running, loads = self._loads.loads()
         fleet = self._fleet(running)
         order = fleet.hashes.order(random.getrandbits(64) if key is None else key)

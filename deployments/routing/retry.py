@@ -115,12 +115,16 @@ class RetryState:
         left = self.end - self.policy.clock()
         if left <= 0:
             raise deadline_passed()
-        changes: dict[str, Any] = {"timeout_s": left}
-        if self.again:
-            first = common(call)
-            changes |= {"isolated": self.isolated or first.isolated, "already_admitted": self.admitted}
-            if self.isolated and isinstance(first, GenerateRequest):
-                changes["isolated_tokens"] = self.isolated_tokens
+        if not self.again:  # it leaves where this state began
+            return call
+        first = common(call)
+        changes: dict[str, Any] = {
+            "timeout_s": left,
+            "isolated": self.isolated or first.isolated,
+            "already_admitted": self.admitted,
+        }
+        if self.isolated and isinstance(first, GenerateRequest):
+            changes["isolated_tokens"] = self.isolated_tokens
         return with_fields(call, **changes)
 
     async def wait(self, failure: RetryableError, call: AnyCall, *, resumed: bool = False) -> None:

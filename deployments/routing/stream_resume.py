@@ -39,7 +39,7 @@ from deployments.routing.replica_call import (
     unexpected,
 )
 from deployments.routing.retry import RetryPolicy, RetryState
-from deployments.stream_buffer import add_chunk
+from deployments.stream_buffer import PendingChunks
 from engine.requests import Int32s
 
 Branch = tuple[int, int]  # prompt and branch, in the numbering of the client's call
@@ -327,8 +327,8 @@ def ended_by_drain() -> ApiError:
 
 def _merged(replies: Sequence[GenerateReply]) -> GenerateReply:
     """Returns all that the replies brought as one reply."""
-    found: dict[Branch, PromptChunk] = {}
+    found = PendingChunks()
     for reply in replies:
         for item in reply.chunks:
-            add_chunk(found, item)
-    return GenerateReply(tuple(found[key] for key in sorted(found)), replies[-1].epoch, replies[-1].load)
+            found.add(item)
+    return GenerateReply(found.take_sorted(), replies[-1].epoch, replies[-1].load)

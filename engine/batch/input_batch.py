@@ -16,6 +16,7 @@ from engine.requests import Int32s, Int64s
 
 MIN_TOKENS = 2  # no step of one token: a compiled layer would be specialised on it
 ONE_ROW = np.zeros(1, np.int32)
+NO_TOKENS = np.empty(0, np.int32)
 
 
 class StepKind(StrEnum):
@@ -259,15 +260,19 @@ def _parts(sequences: StepSequences, pads: int) -> _Parts:
     positions = np.arange(total, dtype=np.int32) - np.repeat(starts - before, lengths)
     wanted = lengths_of(rows)
     keep = np.concatenate(rows) + np.repeat(starts, wanted)
-    blank = np.zeros(total, np.int32)
-    known = [blank[:n] if own is None else own for n, own in zip(lengths, ids, strict=True)]
-    unknown = [index for index, own in enumerate(ids) if own is None]
-    counts = lengths[unknown]
-    at = np.repeat(starts[unknown], counts) + _count_up(counts)
+    known: Sequence[Int32s] = ids
+    at = read_slots = NO_TOKENS
+    if unknown := [index for index, own in enumerate(ids) if own is None]:
+        blank = np.zeros(total, np.int32)
+        known = [blank[:n] if own is None else own for n, own in zip(lengths, ids, strict=True)]
+        counts = lengths[unknown]
+        at = np.repeat(starts[unknown], counts) + _count_up(counts)
+        read_slots = np.repeat(np.array(slots, np.int32)[unknown], counts)
     named = at if len(at) < total else at[:0]
-    arrays = [*known, padding, positions, padding, *writes, padding, keep.astype(np.int32, copy=False)]
-    arrays += [named, np.repeat(np.array(slots, np.int32)[unknown], counts), positions[at]]
-    arrays += chain.from_iterable(zip(contexts, writes, strict=True))
+    written = np.concatenate(writes)
+    arrays = [*known, padding, positions, padding, written, padding, keep.astype(np.int32, copy=False)]
+    arrays += [named, read_slots, positions[at]]
+    arrays += chain.from_iterable(zip(contexts, writes, strict=True)) if before.any() else (written,)
     arrays += [padding, _indptr(lengths, pads), _indptr(lengths + before, pads)]
     attended = total + int(before.sum()) + pads
     whole = total == len(lengths) and bool((wanted == 1).all())
@@ -288,7 +293,7 @@ def _last_parts(sequences: DecodeSequences, pads: int) -> _Parts:
 
 def lengths_of(arrays: Sequence[Int32s]) -> Int32s:
     """Returns the length of each array, i32."""
-    return np.array([len(one) for one in arrays], np.int32)
+    return np.fromiter(map(len, arrays), np.int32, len(arrays))
 
 
 def _count_up(counts: Int32s) -> Int32s:

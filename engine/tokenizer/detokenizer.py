@@ -28,7 +28,7 @@ class IncrementalDecoder:
         self._skip = skip
         self._window: list[int] = []
         self._known = 0  # leading ids of the window whose text is out
-        self._known_text = ""
+        self._known_text: str | None = ""  # None: not decoded yet, and of no use if no ids follow
 
     def push(self, ids: Sequence[int]) -> str:
         """Takes the next ids and returns the text that is complete with them."""
@@ -54,10 +54,12 @@ class IncrementalDecoder:
         return self._emit(self._decode(self._window)) if len(self._window) > self._known else ""
 
     def _emit(self, text: str) -> str:
+        if self._known_text is None:
+            self._known_text = self._decode(self._window[: self._known])
         piece = text[len(self._known_text) :]
         if piece:
             self._window = self._window[self._known :]
-            self._known_text = self._decode(self._window)
+            self._known_text = None
         elif len(self._window) > 2 * MAX_HELD:  # a long run without text, such as ids that the tokenizer does not know
             del self._window[self._known :]
         self._known = len(self._window)

@@ -13,6 +13,7 @@ from gpu_sampler.reference.softmax_stats import Float32s
 from gpu_sampler.state.host_state import COUNT, Overlay, SamplingState, SlotFlag
 
 _LARGEST = np.finfo(np.float32).max
+_PROCESSED = int(SlotFlag.HAS_OVERLAY | SlotFlag.HAS_MASK)
 
 
 class RowPosition(NamedTuple):
@@ -27,14 +28,14 @@ def apply_logits_processors(
     z_V: Float32s, state: SamplingState, slot: int, offset: int = 0, ahead: Sequence[int] = ()
 ) -> Float32s:
     """Returns the processed row, float32 [V]; the row itself stays as it is."""
-    flags = SlotFlag(int(state.flags[slot]))
-    if not flags & (SlotFlag.HAS_OVERLAY | SlotFlag.HAS_MASK):
+    flags = int(state.flags[slot])
+    if not flags & _PROCESSED:
         return z_V
     z_V = z_V.copy()
     overlay = overlay_behind(state, slot, ahead)
     if len(overlay.ids):
         z_V[overlay.ids] = penalised(z_V[overlay.ids], overlay, state, slot)
-    if flags & SlotFlag.HAS_MASK:
+    if flags & int(SlotFlag.HAS_MASK):
         z_V[~state.allowed(slot)] = -np.inf
     z_V[banned_now(state, slot, offset, ahead)] = -np.inf
     return z_V

@@ -65,6 +65,8 @@ class ExtentAllocator:
 Ids = npt.NDArray[np.int32]
 BadWords = tuple[tuple[int, ...], ...]
 _NO_IDS: Final = np.empty(0, np.int32)
+_NO_FLAGS: Final = np.empty(0, np.bool_)
+_NO_BIAS: Final = np.empty(0, np.float32)
 
 
 class RequestOverlay(NamedTuple):
@@ -84,6 +86,8 @@ class RequestOverlay(NamedTuple):
 
         The ids of a bad word end at the last of BAD_WORD_WORDS places.
         """
+        if not self.bad_words:
+            return self.stop_ids
         words = np.zeros((len(self.bad_words), BAD_WORD_WORDS), np.int32)
         for row, word in zip(words, self.bad_words, strict=True):
             row[0], row[-len(word) :] = len(word), word
@@ -110,21 +114,27 @@ def request_overlay(params: SamplingParams, prompt: Ids, emitted: int, vocab_siz
     """
     biased: dict[int, float] = dict(params.logit_bias)
     biased.update((word[0], -np.inf) for word in params.bad_words_ids if len(word) == 1)
-    biased_ids = np.fromiter(biased, np.int32, len(biased))
     seen = np.unique(prompt) if params.repetition_penalty != 1 else _NO_IDS
-    ids = np.union1d(biased_ids, seen).astype(np.int32)
-    bias = np.zeros(len(ids), np.float32)
-    bias[np.searchsorted(ids, biased_ids)] = np.fromiter(biased.values(), np.float32, len(biased))
+    ids, in_prompt, bias = _entries(biased, seen) if biased or len(seen) else (_NO_IDS, _NO_FLAGS, _NO_BIAS)
     counted = max(params.max_tokens, emitted) if counts(params) else 0
     return RequestOverlay(
         ids=ids,
-        in_prompt=np.isin(ids, seen),
+        in_prompt=in_prompt,
         bias=bias,
         cap=min(len(ids) + counted, vocab_size),
         stop_ids=np.unique(np.array(params.stop_token_ids, np.int32)) if params.min_tokens else _NO_IDS,
         bad_words=_long_words(params.bad_words_ids),
         mask=None if params.allowed_token_ids is None else _packed(params.allowed_token_ids, vocab_size),
     )
+
+
+def _entries(biased: dict[int, float], seen: Ids) -> tuple[Ids, npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
+    """Returns the entries [n] of biased ids and of the prompt's, ascending: ids, which the prompt has, and biases."""
+    biased_ids = np.fromiter(biased, np.int32, len(biased))
+    ids = np.union1d(biased_ids, seen).astype(np.int32)
+    bias = np.zeros(len(ids), np.float32)
+    bias[np.searchsorted(ids, biased_ids)] = np.fromiter(biased.values(), np.float32, len(biased))
+    return ids, np.isin(ids, seen), bias
 
 
 def known(ids: Sequence[int] | Ids, vocab_size: int) -> Ids:

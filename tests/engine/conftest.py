@@ -151,13 +151,6 @@ def branch_result(chunks: Sequence[GenerateChunk], branch: int = 0) -> BranchRes
     return BranchResult(tokens, logprobs, top, finishes[0] if finishes else None, stops[0] if stops else None)
 
 
-class _Alive:
-    """A step thread, as far as one who brings a request looks at it."""
-
-    def is_alive(self) -> bool:
-        return True
-
-
 class Rig:
     """An engine, its model and sampler. Leaving it demands that everything was returned."""
 
@@ -174,10 +167,9 @@ class Rig:
 
     async def queued(self) -> None:
         """All that tasks ask for is in the queue of an engine that has not been started, for its first step to see."""
-        alive: Any = _Alive()
-        self.engine.core._thread = alive
+        self.engine.core._running = True
         await asyncio.sleep(0)
-        self.engine.core._thread = None
+        self.engine.core._running = False
 
     async def score_queued(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
         """All of them wait before the first step. The rig was not started."""

@@ -37,7 +37,8 @@ async def expected_rows(make_rig: MakeRig, score_job: MakeScore, items: list[lis
         slots = np.arange(1, len(ids) + 1, dtype=np.int32)
         run = ScheduledSequence(0, slots[:0], slots, ids, np.array([len(ids) - 1], np.int32))
         logits = model.forward(StepKind.SCORE, [run], torch.zeros((1, 1), dtype=torch.int32))
-        rows.append(scored_rows(logits, np.array(LABELS), full).numpy())
+        scores = scored_rows(logits, np.array(LABELS)) if full else scored_rows(logits[:, list(LABELS)], None)
+        rows.append(scores.numpy())
     return np.concatenate(rows).tobytes()
 
 

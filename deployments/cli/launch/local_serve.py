@@ -95,7 +95,8 @@ class LocalService:
         folder = folder or Path(tempfile.mkdtemp(prefix="assay-"))
         wanted = ray_env.LOCAL | (ray_env.THROUGHPUT | ray_env.ONE_MACHINE if self.fast else {})
         try:
-            ray_env.adopt(wanted | (ray_env.REPLAY | ray_env.haproxy_ports() if launcher else {}))
+            of_haproxy = ray_env.REPLAY | ray_env.UNCOUNTED | ray_env.haproxy_ports() if launcher else {}
+            ray_env.adopt(wanted | of_haproxy)
             if launcher:
                 os.environ.update(
                     ray_env.haproxy(folder, launcher)

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import Histogram
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.config.app_args import AppArgs
 from deployments.config.sections import MetricsArgs
 from deployments.observability import exposition
-from deployments.observability.exposition import Snapshot, merge, render
-from deployments.observability.ingress_metrics import ArrayHistogram, IngressMetrics
+from deployments.observability.exposition import LoopHistogram, Snapshot, merge, render
+from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.observability.scrape import MetricsScraper
 from deployments.protocol import GenerateCall
 from deployments.replica.replica import ReplicaServer
@@ -100,17 +100,20 @@ def test_sums_are_exact() -> None:
     assert abs(values(metrics.families())["assay_stage_seconds_sum"] - 0.84) < 1e-9
 
 
-def test_array_of_values_falls_into_the_same_buckets_as_one_by_one() -> None:
+@pytest.mark.parametrize("label", ["route", ""])
+def test_histogram_of_the_loop_has_the_buckets_of_the_client_library(label: str) -> None:
     values = np.random.default_rng(3).uniform(0, 1, 257).round(2)  # some on a bucket's bound
     bounds = (0.25, 0.5, 0.99)
-    tally = ArrayHistogram("assay_x", "X.", bounds, "route")
-    tally.observe("/rerank", values[:100])
-    tally.observe("/rerank", values[100:])
-    plain = Histogram("assay_x", "X.", ["route"], buckets=bounds, registry=None)
+    tally = LoopHistogram(CollectorRegistry(), "assay_x", "X.", bounds, label)
+    of = "/rerank" if label else ""
+    tally.observe_all(values[:100], of)
+    for value in values[100:].tolist():
+        tally.observe(value, of)
+    plain = Histogram("assay_x", "X.", [label] if label else [], buckets=bounds, registry=None)
     for value in values:
-        plain.labels("/rerank").observe(value)
-    (expected,) = plain.collect()
-    found, wanted = (dict(_by_labels(family.samples)) for family in (tally.family(), expected))
+        (plain.labels(of) if label else plain).observe(value)
+    (family,), (expected,) = tally.collect(), plain.collect()
+    found, wanted = (dict(_by_labels(one.samples)) for one in (family, expected))
     wanted = {key: value for key, value in wanted.items() if key[0] != "assay_x_created"}
     assert found.keys() == wanted.keys()
     assert all(abs(found[key] - wanted[key]) < 1e-9 for key in found)
