@@ -4,7 +4,6 @@ A request with items builds one `engine.requests.ScoreRequest`, and none without
 sides builds what `deployments.api.endpoints.pair_scores` builds.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +15,7 @@ from deployments.api.endpoints.pooling_common import CHAT_FIELDS, wants_activati
 from deployments.api.endpoints.scoring_common import (
     check_items,
     check_size,
+    list_answer,
     report_items,
     report_label_mass,
     score_usage,
@@ -140,14 +140,7 @@ async def _answer_scores(
             {"index": index, "object": "score", "score": score} | ({"truncated": True} if cut else {})
             for index, (score, cut) in enumerate(zip(numbers, found.truncated, strict=True))
         ]
-        return {
-            "id": request_id,
-            "object": "list",
-            "created": int(time.time()),
-            "model": card.name,
-            "data": data,
-            "usage": usage(found.prompt_tokens, found.cached_tokens),
-        }
+        return list_answer(request_id, card, data, usage(found.prompt_tokens, found.cached_tokens))
 
     return await handler.sized_json(context, context.body_bytes, make)
 
