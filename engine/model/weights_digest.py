@@ -17,7 +17,7 @@ def weights_digest(*modules: nn.Module, described: str = "") -> str:
 
     Args:
         modules: The parts of one model, before anything changes its layers for speed.
-        described: What else decides the answers, such as the order of a head's labels.
+        described: Text that else decides the answers, such as the order of a head's labels.
     """
     digest = hashlib.sha256(described.encode())
     for part, module in enumerate(modules):

@@ -36,6 +36,8 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     chain = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in paths.items()]
     write_json(folder, "modules.json", chain)
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    write_json(folder, "tokenizer_config.json", kind)  # BERT's own class would read another vocabulary
     (folder / "1_Pooling").mkdir()
     write_json(folder / "1_Pooling", "config.json", {"pooling_mode_mean_tokens": True})
     return folder

@@ -1,6 +1,6 @@
 """Heads that a file declares, over the routes: the answers are torch's own arithmetic over the library's body."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def declare(folder: Path, name: str, shapes: dict[str, tuple[int, ...]], **fields: Any) -> Value:
+def declare(folder: Path, name: str, shapes: Mapping[str, tuple[int, ...]], **fields: Any) -> Value:
     """Writes NAME.json and NAME.safetensors beside the model; returns the tensors by role."""
     torch.manual_seed(2)
-    values = {role: torch.randn(shape) * 0.5 for role, shape in shapes.items()}
+    values = {role: torch.randn(shape) * 0.2 for role, shape in shapes.items()}
     save_file({f"{name}.{role}": value for role, value in values.items()}, folder / f"{name}.safetensors")
     content = fields | {"weights": f"{name}.safetensors", "tensors": {role: f"{name}.{role}" for role in shapes}}
     (folder / f"{name}.json").write_text(yaml.safe_dump(content))
@@ -124,7 +124,8 @@ async def test_a_pointer_answers_with_a_distribution_over_marked_tokens(
     def numbers(text: str, special: bool = True) -> torch.Tensor:
         rows, ids = hidden(folder, text, special)
         keys = F.linear(rows[torch.tensor(ids) == 257], value["key_weight"], value["key_bias"])
-        return torch.mv(keys, F.linear(rows[-1], value["query_weight"])) / WIDTH**0.5
+        found: torch.Tensor = torch.mv(keys, F.linear(rows[-1], value["query_weight"])) / WIDTH**0.5
+        return found
 
     wanted = [numbers(text) for text in CHOICES]
     assert [len(one) for one in wanted] == [3, 1, 30]

@@ -130,7 +130,7 @@ async def _scored_conversations(
     conversations = given
     if single:
         documents = _documents(handler, context, body, field)
-        conversations = [[*given, Message(role="assistant", content=text)] for text in documents.texts]
+        conversations = [[*given, Message.model_construct(role="assistant", content=text)] for text in documents.texts]
     elif body.return_documents or body.return_text:
         raise invalid("return_documents", "false without `documents`", "true")
     check_size(handler, len(conversations), 1, documents.field)

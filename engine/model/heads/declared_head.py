@@ -97,7 +97,7 @@ def make_declared_head(
         own: The tensors of the model's files; None for random weights.
 
     Raises:
-        BadDeclaration, BadCheckpoint: As `check_declared_head`.
+        BadDeclaration, BadCheckpoint: See `check_declared_head`.
     """
     if own is None:
         raise BadDeclaration("`model.random_weights` must be false for a head that a file declares. Given: true.")

@@ -88,7 +88,8 @@ def torch_head(folder: Path, form: str, *, own: bool = False) -> Callable[[torch
         if "norm_weight" in value:
             eps = fields.get("norm_eps", 1e-5)
             hidden = F.layer_norm(hidden, (HIDDEN,), value["norm_weight"], value.get("norm_bias"), eps)
-        return F.linear(hidden, value["weight"], value.get("bias")) / temperature
+        found: torch.Tensor = F.linear(hidden, value["weight"], value.get("bias")) / temperature
+        return found
 
     return numbers
 
@@ -324,7 +325,7 @@ GOOD |= {"weights": "decision.safetensors"}
         ({"tensors": ["decision.weight"]}, "`tensors` in .* Given: list"),
         ({"weights": "decision.bin"}, r"`weights` in .* must be a \*.safetensors file"),
         ({"weights": "other.safetensors"}, "`weights` in .* must be a file"),
-        ({"weights": None}, "names the tensor decision.weight, and the model's files lack it"),
+        ({"weights": None}, "names the tensor decision.*, and the model's files lack it"),
         ({"head": "pointer"}, "`reads` in .* must be absent: a pointer"),
     ],
 )
