@@ -8,13 +8,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from engine.engine import Engine
-from engine.model.heads.info import HeadKind
 from engine.requests import (
     EngineError,
     ErrorCode,
     Float32s,
     GenerateRequest,
     PoolingRequest,
+    PoolingTask,
     RowStatus,
     ScoreRequest,
 )
@@ -97,7 +97,7 @@ class Canary:
             **common,
         }
         if (head := self._engine.model.pooling_head) is not None:
-            wanted = np.arange(len(self._ids) if head.kind is HeadKind.TOKEN else 0, dtype=np.int32)
+            wanted = np.arange(len(self._ids) if head.task is PoolingTask.TOKEN_CLASSIFY else 0, dtype=np.int32)
             pooled = await self._engine.pooling(PoolingRequest(task=head.task, positions=wanted, **rows))
             return self._verdict(pooled.values) if pooled.status[0] == RowStatus.OK else "error"
         found = await self._engine.score(ScoreRequest(labels=self._labels, **rows))

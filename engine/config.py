@@ -98,11 +98,11 @@ class ModelConfig:
     """`auto`: the GPU if there is one, else the CPU."""
     max_model_len: Annotated[int | None, Range(2, 1 << 24)] = None
     """Tokens of prompt and answer together. None: the model's own limit."""
-    head: Literal["auto", "lm", "sequence", "token", "pooled"] = "auto"
+    head: Literal["auto", "lm", "sequence", "token", "pooled"] | Path = "auto"
     """The head that the model is served with. `auto`: that of the architecture in config.json, and `pooled` for a
     folder of sentence-transformers with a Pooling module. `lm`: the language-model head. `sequence`: the head of a
     sequence classifier or reward model. `token`: the head of a token classifier or process-reward model. `pooled`:
-    none, for embeddings."""
+    none, for embeddings. Else a YAML or JSON file that declares a head, relative to the model's folder."""
     pooling: Literal["auto", "cls", "mean", "last"] = "auto"
     """With `head: pooled`: how the hidden states of a text become its vector. `auto`: as the folder's files of
     sentence-transformers say."""

@@ -105,6 +105,7 @@ class ChatTemplate:
         self._template = self._compile(source)
         self._knows_developer = True
         self._left_out: set[str] = set()  # roles whose messages the template passes over in silence
+        self._as_parts = False  # it reads a message's text as a list of text parts alone
         self._probe()
 
     def render(
@@ -188,11 +189,20 @@ class ChatTemplate:
     def _probe(self) -> None:
         """Renders harmless messages to find the special strings that the template composes and the roles it knows."""
         user, answer = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
-        system, developer, tool = ({"role": role, "content": f"{PROBE}!"} for role in ("system", "developer", "tool"))
-        texts = [self._tried(case) for case in ([user], [user, answer, user], [system, user, answer, user])]
-        if not any(text and PROBE in text.replace(f"{PROBE}!", "") for text in texts):
-            raise ValueError("The chat template must write the text of a user's message.")
-        by_role = {"system": self._tried([system, user]), "tool": self._tried([user, answer, tool])}
+        others = ("system", "developer", "tool", "context")
+        system, developer, tool, context = ({"role": role, "content": f"{PROBE}!"} for role in others)
+        cases = ([user], [user, answer, user], [system, user, answer, user])
+        texts = [self._tried(case) for case in cases]
+        if not _any_writes(texts):
+            self._as_parts = True  # as those of Llama-Guard-3-1B and of models that see images do
+            texts = [self._tried(case) for case in cases]
+            if not _any_writes(texts):
+                raise ValueError("The chat template must write the text of a user's message.")
+        by_role = {
+            "system": self._tried([system, user]),
+            "tool": self._tried([user, answer, tool]),
+            "context": self._tried([user, context]),
+        }
         as_developer = self._tried([developer, user])
         known = [text for text in (*texts, *by_role.values(), as_developer) if text is not None]
         bare = "".join(self._mark.sub("", text) for text in known)
@@ -241,6 +251,8 @@ class ChatTemplate:
 
     def _run(self, messages: list[dict[str, object]], add_generation_prompt: bool, values: Mapping[str, Any]) -> str:
         """Renders text with its marks. The limits are checked after each piece that the template writes."""
+        if self._as_parts:
+            messages = [one | {"content": [{"type": "text", "text": one["content"]}]} for one in messages]
         given = {
             **values,
             **self._names,
@@ -292,6 +304,11 @@ class ChatTemplate:
             at = found.end()
         if at < len(text):
             yield RenderedPart(text[at:].replace(self._break, ""), False)
+
+
+def _any_writes(texts: Sequence[str | None]) -> bool:
+    """Returns whether a rendered text holds the text of the probe's user."""
+    return any(text is not None and PROBE in text.replace(f"{PROBE}!", "") for text in texts)
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:

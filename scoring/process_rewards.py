@@ -17,30 +17,30 @@ Aggregate = Literal["min", "last", "product"]
 STEP_WIDTHS = (1, 2)  # numbers of a head that judges steps: one, or (bad, good)
 
 
-def token_positions(rows: ScoringRows, step_tag: int | None, field: str) -> tuple[ScoringRows, Int32s]:
-    """Finds the tokens that have answers: those that end a step, or all.
+def token_positions(rows: ScoringRows, mark: int | None, field: str) -> tuple[ScoringRows, Int32s]:
+    """Finds the tokens that have answers: those that are marked, such as the ends of steps, or all.
 
     Args:
         rows: The rows.
-        step_tag: Id of the token that ends a step; None: every token is answered.
+        mark: Id of the token that ends a step or marks a choice; None: every token is answered.
         field: Name of the request's inputs, for errors.
 
     Returns:
         The rows, none of whose answered tokens is shared, and the places of those tokens in `ids`, i32 [W].
 
     Raises:
-        ScoringError: A row has no step.
+        ScoringError: A row has no such token.
     """
-    if step_tag is None:
+    if mark is None:
         rows = unshared(rows)
         return rows, np.arange(len(rows.ids), dtype=np.int32)
-    steps = np.flatnonzero(rows.prefix == step_tag)
+    steps = np.flatnonzero(rows.prefix == mark)
     rows = unshared(rows, int(steps[0]) if len(steps) else len(rows.prefix))
-    positions = np.flatnonzero(rows.ids == step_tag).astype(np.int32)
+    positions = np.flatnonzero(rows.ids == mark).astype(np.int32)
     counts = np.diff(np.searchsorted(positions, rows.starts))
     if not counts.all():
         place = f"{field}[{rows.items[int(np.argmin(counts))]}]"
-        message = f"`{place}` must hold the token {step_tag}, which ends a step, at least once. Given: none."
+        message = f"`{place}` must hold the token {mark}, which the head reads, at least once. Given: none."
         raise ScoringError(ScoreCode.INVALID_VALUE, message, place)
     return rows, positions
 

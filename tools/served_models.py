@@ -14,26 +14,42 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from deployments.cli.models import COLUMNS, FILE, SupportedModel
-from engine.model.architectures import find_kind
+from engine.model.architectures import PROCESS_REWARD, find_kind
 from engine.model.compatibility import UnsupportedModel
+from engine.model.heads.head_declaration import ROLES
 from tests.deployments.api.test_published_layouts import GUARDS, LAYOUTS, Layout
 from tests.engine.model.conftest import CONFIGS
 from tests.engine.model.encoder.conftest import ENCODERS
+from tests.engine.model.heads import test_declared_heads as declared
 from tests.support.head_models import FAMILIES, config_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guides" / "which-models.md"
 BEGIN, END = "<!-- table: python -m tools.served_models -->\n", "<!-- end of table -->\n"
-LM, SEQUENCE, TOKEN = "language model", "sequence", "token"
-PROMPTS = {LM: "rerank.template", SEQUENCE: "none needed, or rerank.template", TOKEN: "none: it does not rank"}
+LM, SEQUENCE, TOKEN, POOLED = "language model", "sequence", "token", "pooled"
+DECLARED = f"declared: {', '.join(ROLES)}"
+PROMPTS = {
+    LM: "rerank.template",
+    SEQUENCE: "none needed, or rerank.template",
+    TOKEN: "none: it does not rank",
+    POOLED: "none needed: the cosine of two vectors",
+    DECLARED: "rerank.template, for a head of one number",
+}
 TESTS = {
     "causal": "tests/engine/model/test_compile.py",
     "sequence": "tests/engine/model/heads/test_sequence_heads.py",
     "token": "tests/engine/model/heads/test_token_heads.py",
     "encoder": "tests/engine/model/encoder/test_encoder_model.py",
+    "vectors": "tests/deployments/test_encoders.py",
+    "declared": "tests/engine/model/heads/test_declared_heads.py",
     "layout": "tests/deployments/api/test_published_layouts.py",
 }
 
@@ -47,7 +63,16 @@ def served_models() -> list[SupportedModel]:
         *_architectures(CONFIGS, AutoModelForCausalLM, LM, TESTS["causal"]),
         *_architectures(sequence, AutoModelForSequenceClassification, SEQUENCE, TESTS["sequence"]),
         *_architectures(sequence, AutoModelForTokenClassification, TOKEN, TESTS["token"]),
+        SupportedModel(PROCESS_REWARD, TOKEN, PROMPTS[TOKEN], TESTS["token"]),
         *_architectures(ENCODERS, AutoModelForSequenceClassification, SEQUENCE, TESTS["encoder"]),
+        *_architectures(ENCODERS, AutoModel, POOLED, TESTS["encoder"]),
+        *_architectures({"qwen3": lambda: config_of("qwen3")}, AutoModel, POOLED, TESTS["vectors"]),
+        *_architectures(
+            {name: (lambda name=name: config_of(name)) for name in declared.FAMILIES},
+            AutoModelForCausalLM,
+            DECLARED,
+            TESTS["declared"],
+        ),
     ]
 
 

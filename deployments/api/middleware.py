@@ -219,6 +219,7 @@ class RequestMiddleware:
         if b"x-request-timeout-seconds" in found:
             context.client_limit_s = parse_timeout(found[b"x-request-timeout-seconds"])
         context.pinecone = b"x-pinecone-api-version" in found
+        context.cohere = found.get(b"x-fern-sdk-name", b"").startswith(b"cohere")
         context.strict = self._settings.strict or found.get(b"x-assay-strict") == b"1"
         coding = found.get(b"transfer-encoding", b"chunked")
         if coding.strip().lower() != b"chunked":
@@ -290,7 +291,10 @@ class RequestMiddleware:
         return b"".join(parts)
 
 
-_READ = frozenset({b"x-request-timeout-seconds", b"x-assay-strict", b"x-pinecone-api-version", b"transfer-encoding"})
+_READ = frozenset((
+    b"x-request-timeout-seconds", b"x-assay-strict", b"x-pinecone-api-version", b"x-fern-sdk-name",
+    b"transfer-encoding",
+))  # fmt: skip
 _NO_WORK = frozenset(("/tokenize", "/detokenize"))  # routes that need no replica
 
 

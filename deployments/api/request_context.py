@@ -97,6 +97,7 @@ class RequestContext:
     gone: bool = False  # the client left, or reads too slowly
     code: str = ""  # of the error that was answered
     pinecone: bool = False  # the client speaks Pinecone's dialect
+    cohere: bool = False  # the client is Cohere's own
     headers: dict[str, str] = field(default_factory=dict)  # of the answer
 
     def elapsed_s(self) -> float:

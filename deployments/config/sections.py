@@ -268,8 +268,9 @@ class RerankArgs(Section):
     activation: Literal["none", "sigmoid", "softmax"] | None = None
     """Turns the model's number into a relevance score. `softmax` is over the logits of the template's two labels, and
     equals `sigmoid` of their difference. None: as the model's repository says, else `sigmoid`."""
-    return_documents: bool = False
-    """Whether answers contain the documents, where a request does not say."""
+    return_documents: bool | None = None
+    """Whether answers contain the documents, where a request does not say. None: as the client's own service does
+    (Jina, vLLM and SGLang return them; Cohere, Voyage, Mixedbread and text-embeddings-inference do not)."""
 
     @model_validator(mode="after")
     def _whole_override(self) -> Self:

@@ -4,7 +4,8 @@ A class name is looked up in transformers' own mappings for the configuration's 
 only, and a name that transformers lacks belongs to none.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import (
@@ -21,6 +22,7 @@ from transformers import (
 
 from engine.model.compatibility import UnsupportedModel
 from engine.model.encoder.families import FAMILIES
+from engine.model.heads.head_declaration import HeadDeclaration
 from engine.model.heads.info import HeadKind
 
 NO_TENSOR = "(?!)"  # a pattern that no name matches
@@ -123,7 +125,8 @@ def find_kind(config: Any) -> ArchitectureKind:
         raise UnsupportedModel(", ".join(names) or str(config.model_type), "it is an encoder, and no language model")
     if found[0].head is not HeadKind.LM and _class_names(AutoModelForMaskedLM, config) and not is_encoder(config):
         raise UnsupportedModel(", ".join(names), f"of the encoders only {', '.join(FAMILIES)} are")
-    return found[0]
+    declaration = declaration_of(config)
+    return found[0] if declaration is None else _with_declared_head(found[0], declaration)
 
 
 def is_encoder(config: Any) -> bool:
@@ -154,6 +157,26 @@ def choose_head(config: Any, head: str) -> None:
     if not names:
         raise UnsupportedModel(str(config.model_type), f"`model.head` is {head}, and transformers has no such class")
     config.architectures = [names[0]]
+
+
+def declare_head(config: Any, declaration: HeadDeclaration) -> None:
+    """Makes the configuration name the class of the model's body, and carry what a file declares of its head.
+
+    Raises:
+        UnsupportedModel: transformers has no such class for the model's type.
+    """
+    choose_head(config, HeadKind.POOLED)
+    config.declared_head = declaration
+
+
+def declaration_of(config: Any) -> HeadDeclaration | None:
+    """Returns what `declare_head` has put into the configuration."""
+    return getattr(config, "declared_head", None)
+
+
+def _with_declared_head(body: ArchitectureKind, declaration: HeadDeclaration) -> ArchitectureKind:
+    own = [] if declaration.weights is not None else [f"^{re.escape(name)}$" for _, name in declaration.tensors]
+    return replace(body, head=declaration.kind, head_tensors="|".join((body.head_tensors, *own)))
 
 
 def architectures_of(config: Any) -> tuple[str, ...]:

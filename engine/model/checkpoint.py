@@ -17,7 +17,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.builtin import BUILTIN_FOLDERS
 from engine.config import ModelConfig
-from engine.model.architectures import architectures_of, choose_head, find_kind, is_encoder
+from engine.model.architectures import (
+    architectures_of,
+    choose_head,
+    declaration_of,
+    declare_head,
+    find_kind,
+    is_encoder,
+)
 from engine.model.checkpoint_audit import (
     BadCheckpoint,
     CheckpointAudit,
@@ -26,12 +33,15 @@ from engine.model.checkpoint_audit import (
     check_loading_info,
     explain_other_weights,
     one_line,
+    read_headers,
     read_json,
 )
 from engine.model.compatibility import UnsupportedModel, check_config
 from engine.model.encoder.families import longest_row
 from engine.model.file_digests import verify_files
+from engine.model.heads.declared_head import check_declared_head
 from engine.model.heads.embedding_files import dense_layers, has_pooling, read_embedding
+from engine.model.heads.head_declaration import read_declaration
 from engine.model.heads.info import HeadKind
 from engine.model.packing_check import REFERENCE
 
@@ -85,7 +95,7 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def read_config(folder: Path, max_model_len: int | None, head: str = "auto") -> Any:
+def read_config(folder: Path, max_model_len: int | None, head: str | Path = "auto") -> Any:
     """Reads and checks the model's configuration and the kind of its folder, before any weight.
 
     Args:
@@ -97,6 +107,7 @@ def read_config(folder: Path, max_model_len: int | None, head: str = "auto") -> 
         ModelNotFound: The folder has no config.json.
         BadCheckpoint: config.json or a file beside it is damaged.
         UnsupportedModel: The model would be computed wrong, or not at all.
+        BadDeclaration: `head` is a file that declares no head.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -115,7 +126,10 @@ def read_config(folder: Path, max_model_len: int | None, head: str = "auto") -> 
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise BadCheckpoint(f"{file} must be a configuration of `{kind}`: {one_line(error)}.") from error
     check_config(config, max_model_len)
-    choose_head(config, "pooled" if head == "auto" and has_pooling(folder) else head)
+    if isinstance(head, Path):
+        declare_head(config, read_declaration(folder / head))
+    else:
+        choose_head(config, "pooled" if head == "auto" and has_pooling(folder) else head)
     audit_folder(folder, config)
     if not architectures_of(config):
         log.warning("%s names no `architectures`: it is served as a language model.", file)
@@ -129,6 +143,7 @@ def audit_files(folder: Path, config: Any, model: ModelConfig) -> CheckpointAudi
         ModelNotFound: The folder has no weights.
         BadCheckpoint: The weights are not those of the model that config.json describes.
         UnsupportedModel: The weights are pickled, or nothing says how an embedding model pools.
+        BadDeclaration: A file declares the head, and does not fit the model.
     """
     if find_kind(config).head is HeadKind.POOLED:
         files = read_embedding(folder, ", ".join(architectures_of(config)), model.pooling)
@@ -136,7 +151,10 @@ def audit_files(folder: Path, config: Any, model: ModelConfig) -> CheckpointAudi
     if model.random_weights:
         return None
     require_safetensors(folder, config.model_type)
-    return audit_weights(folder, config)
+    audit = audit_weights(folder, config)
+    if (declaration := declaration_of(config)) is not None:
+        check_declared_head(declaration, folder, config, read_headers(folder, config))
+    return audit
 
 
 def read_model(folder: Path, config: Any, model: ModelConfig, device: torch.device) -> nn.Module:

@@ -112,7 +112,7 @@ def read_headers(folder: Path, config: Any = None) -> dict[str, TensorHeader]:
     headers: dict[str, TensorHeader] = {}
     shards, listed = _shards(folder, getattr(config, "transformers_weights", None))
     for file in shards:
-        headers |= _headers_of(file)
+        headers |= file_headers(file)
     lacking = [name for name, file in listed.items() if name not in headers or headers[name].file.name != file]
     if lacking:
         raise BadCheckpoint(f"{folder / INDEX} lists {_named(lacking)} in a file that does not hold it. {DOWNLOAD}")
@@ -147,7 +147,8 @@ def _shards(folder: Path, named: str | None) -> tuple[list[Path], dict[str, str]
     return [folder / name for name in names], {str(tensor): str(file) for tensor, file in listed.items()}
 
 
-def _headers_of(file: Path) -> dict[str, TensorHeader]:
+def file_headers(file: Path) -> dict[str, TensorHeader]:
+    """Reads the header of one safetensors file. Raises BadCheckpoint for one that is damaged or a pointer."""
     with file.open("rb") as start:
         _refuse_pointer(file, start.read(len(LFS_POINTER)))
     try:

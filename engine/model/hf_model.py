@@ -103,7 +103,9 @@ class HFModel:
             module, self._pooler = module
         self.pooling_head = None if self._pooler is None else self._pooler.info
         with timed("weights digest", progress):
-            self.weights_digest = weights_digest(module, *(() if self._pooler is None else (self._pooler,)))
+            parts = (module,) if self._pooler is None else (module, self._pooler)
+            described = "" if self.pooling_head is None else str(self.pooling_head)
+            self.weights_digest = weights_digest(*parts, described=described)
         self.module: nn.Module = module.eval().requires_grad_(False)
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype

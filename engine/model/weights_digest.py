@@ -12,13 +12,14 @@ from torch import nn
 CHUNK_WORDS = {"cpu": 1 << 15, "cuda": 1 << 24}  # at a time: what a core's cache holds, and few launches on a GPU
 
 
-def weights_digest(*modules: nn.Module) -> str:
+def weights_digest(*modules: nn.Module, described: str = "") -> str:
     """Returns the SHA-256, in hexadecimal digits, of the names, dtypes, shapes and checksums of all weights.
 
     Args:
         modules: The parts of one model, before anything changes its layers for speed.
+        described: Text that else decides the answers, such as the order of a head's labels.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(described.encode())
     for part, module in enumerate(modules):
         for name, tensor in sorted(module.state_dict().items()):
             digest.update(f"{part} {name} {tensor.dtype} {list(tensor.shape)} {_checksum(tensor)}\n".encode())

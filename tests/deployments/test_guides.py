@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from deployments.cli.main import main
 from engine.builtin import BUILTIN_FOLDERS
@@ -39,11 +42,22 @@ def encoder(at: Path) -> Path:
     return Path(shutil.copytree(BUILTIN_FOLDERS["builtin-classifier"], at))
 
 
+def declared(at: Path) -> Path:
+    """A body with the declaration that the guide prints, and its tensors."""
+    torch.manual_seed(0)
+    head_models.save(AutoModelForCausalLM.from_config(head_models.config_of("llama")), at)
+    (at / "decision.json").write_text(blocks("declare-a-head", "json")[0])
+    tensors = {"norm.weight": torch.ones(64), "norm.bias": torch.zeros(64), "out.bias": torch.zeros(2)}
+    save_file(tensors | {"out.weight": torch.randn(2, 64)}, at / "decision.safetensors")
+    return at
+
+
 GUIDES: dict[str, Callable[[Path], Path]] = {
     "serve-a-reranker": reranker,
     "serve-a-reward-model": reward_model,
     "serve-a-classifier": classifier,
     "serve-an-encoder": encoder,
+    "declare-a-head": declared,
 }
 
 
@@ -107,6 +121,12 @@ async def test_a_conversation_is_scored_with_labels_of_its_request_and_never_cut
     row = [*client.tasks[-1].prefix.tolist(), *client.tasks[-1].ids.tolist()]
     tokens = (await client.http.post("/tokenize", json={"messages": messages})).json()["tokens"]
     assert row == tokens
+    other = [{"role": "user", "content": "blue chairs"}]
+    asked = {"labels": ["yes", "no"]}
+    both = (await client.http.post("/generative_scoring", json=asked | {"messages": [messages, other]})).json()
+    alone = (await client.http.post("/generative_scoring", json=asked | {"messages": other})).json()
+    scores = [one["score"] for one in (*own["data"], *alone["data"])]
+    assert [one["score"] for one in both["data"]] == pytest.approx(scores, abs=1e-6) and scores[0] != scores[1]
     ranked = await post(continuations=[" a chair", " a lamp"])
     assert ranked.status_code == 200, ranked.text
     for wrong, param in (

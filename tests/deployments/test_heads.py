@@ -1,5 +1,6 @@
 """Models with heads through a replica and the routes: the answers are those of the library's own class."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,36 @@ async def test_conversations_are_scored_by_the_librarys_logit(
         assert [one["score"] for one in found] == pytest.approx(numbers.tolist(), abs=1e-5)
         alone = (await client.post("/v1/score", {"messages": chats[0]} | more)).json()["data"]
         assert [one["score"] for one in alone] == pytest.approx(numbers[:1].tolist(), abs=1e-5)
+
+
+async def test_conversations_are_ranked_by_the_librarys_logit(
+    replica_client: Callable[..., Any], reranker: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """As conversations of their own, and as the answers to one conversation."""
+    form = tmp_path / "chat.jinja"
+    form.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{{ mood }}")
+    sections = {"chat": {"template_file": str(form)}}
+    client = await replica_client(model={"path": str(reranker[0]), "device": "cpu"}, **engine(), **sections)
+    asked, answers = {"role": "user", "content": "2 + 2?"}, TEXTS[:4]
+    chats = [[asked, {"role": "assistant", "content": text}] for text in answers]
+    wanted = logits(reranker, [f"user: 2 + 2?;assistant: {text};" for text in answers], special=False)[:, 0]
+    order = wanted.argsort(descending=True).tolist()
+    for numbers, more in ((wanted, {"raw_scores": True}), (wanted.sigmoid(), {})):
+        for body in ({"messages": chats}, {"messages": [asked], "documents": answers}):
+            for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+                found = (await client.post(path, body | more)).json()["results"]
+                assert [one["index"] for one in found] == order
+                assert [one["relevance_score"] for one in found] == pytest.approx(numbers[order].tolist(), abs=1e-5)
+                assert all("document" in one for one in found) == ("documents" in body and path != "/v2/rerank")
+    best = (await client.post("/rerank", {"messages": chats, "top_n": 1})).json()["results"]
+    assert [one["index"] for one in best] == order[:1]
+    half = {"messages": [asked], "documents": [*answers, "cut \ud83d"]}
+    error = (await client.post("/v1/rerank", content=json.dumps(half))).json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_value", f"documents[{len(answers)}]")
+    kind = {"messages": chats, "chat_template_kwargs": {"mood": "kind"}, "use_activation": False}
+    moods = logits(reranker, [f"user: 2 + 2?;assistant: {text};kind" for text in answers], special=False)[:, 0]
+    found = (await client.post("/rerank", kind)).json()["results"]
+    assert [one["relevance_score"] for one in found] == pytest.approx(sorted(moods.tolist())[::-1], abs=1e-5)
 
 
 async def test_the_canary_covers_the_head(replica_backend: Callable[..., Any], reranker: tuple[Path, Any]) -> None:

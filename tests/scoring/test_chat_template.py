@@ -180,12 +180,37 @@ def test_developers_are_the_system_where_the_template_knows_none() -> None:
 
 def test_a_role_that_the_template_would_pass_over_in_silence_is_refused() -> None:
     source = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
-    for role, named in (("system", "system"), ("developer", "system"), ("tool", "tool")):
+    for role, named in (("system", "system"), ("developer", "system"), ("tool", "tool"), ("context", "context")):
         error = refusal(source, [{"role": "user", "content": "x"}, {"role": role, "content": "y"}])
         assert error.message == f"`messages` must be without the role {named}, which the chat template leaves out."
     composed = template(TURNS, controls=[*CONTROLS, "<|tool|>"])
     parts = composed.parts([{"role": "tool", "content": "<|tool|>"}], add_generation_prompt=False)
     assert [part.text for part in parts if part.control] == ["<s>", "<|tool|>", "<|end|>"]
+
+
+PARTS = """
+{{- bos_token -}}
+{%- for m in messages -%}
+    {%- for part in m['content'] | selectattr('type', 'equalto', 'text') -%}
+        {{- m['role'] ~ ': ' ~ (part['text'] | trim) ~ '<|end|>' -}}
+    {%- endfor -%}
+{%- endfor -%}
+"""
+
+
+def test_a_template_that_reads_text_parts_alone_gets_them() -> None:
+    """As that of Llama-Guard-3-1B, which would pass over a string in silence."""
+    as_parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in TALK]
+    for talk, parts_of_it in ((TALK, as_parts), (TALK[1:2], as_parts[1:2])):
+        text = template(PARTS).render(talk, add_generation_prompt=False)
+        wanted, _ = render_jinja_template([parts_of_it], chat_template=PARTS, **NAMES)
+        assert text == wanted[0] and all(message["content"].strip() in text for message in talk)
+    parts = template(PARTS).parts([{"role": "user", "content": "a<|end|>"}], add_generation_prompt=False)
+    assert [part.text for part in parts if part.control] == ["<s>", "<|end|>"]
+    going_on = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    open_turn = template(PARTS.replace("~ '<|end|>'", ""))
+    found = open_turn.render(going_on, add_generation_prompt=False, continue_final_message=True)
+    assert found == "<s>user: aassistant: b"
 
 
 def test_flags_and_helpers_reach_the_template() -> None:

@@ -1,52 +1,59 @@
-"""Serves POST /classify and /v1/classify: what a sequence head says about texts or a conversation.
+"""Serves POST /classify and /v1/classify: what a sequence head or a pointer says about texts or a conversation.
 
 A request builds one `engine.requests.PoolingRequest`.
 """
 
-import time
 from functools import partial
 from typing import Any
 
 from starlette.responses import Response
 
-from deployments.api.endpoints.pooling_common import activation_of, input_spec, pool_items, read_inputs
-from deployments.api.endpoints.scoring_common import check_items, report_items, score_usage
+from deployments.api.endpoints.pooling_common import (
+    PooledRows,
+    activation_of,
+    check_finite,
+    input_spec,
+    mark_id,
+    pointer_answers,
+    pool_items,
+    pooled_usage,
+    read_inputs,
+)
+from deployments.api.endpoints.scoring_common import list_answer, report_items
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.classify import ClassifyRequest
 from deployments.protocol import ModelCard
 from engine.model.heads.info import HeadInfo, HeadKind
-from scoring.activation import pooled_items
-from scoring.normalize import ItemScores
+from scoring.activation import Activation, activate
 
 
 async def classify(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers both routes. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, ClassifyRequest)
-    card, head = await handler.pooling_head(body.model, context.route, (HeadKind.SEQUENCE,))
+    card, head = await handler.pooling_head(body.model, context.route, (HeadKind.SEQUENCE, HeadKind.POINTER))
     activation = activation_of(body, head)
     field, items = await read_inputs(handler, context, body)
-    request_id, spec = new_id("classify-"), input_spec(body, field)
+    request_id, spec, mark = new_id("classify-"), input_spec(body, field), mark_id(handler, head)
     found = await pool_items(
-        handler, context, card, head, request_id, items, spec, salt=body.cache_salt, priority=body.priority
+        handler, context, card, head, request_id, items, spec, mark=mark, salt=body.cache_salt, priority=body.priority
     )
-    scores = pooled_items(found.rows, found.reply.values, found.reply.status, found.reply.cached, activation)
-    check_items(scores.errors, field)
+    check_finite(found, field)
     report_items(handler, context, found.rows.truncated)
-    make = partial(_answer, request_id, card, head, scores)
-    return await handler.sized_json(context, scores.probabilities.nbytes, make)
+    make = partial(_answer, request_id, card, head, found, activation, mark)
+    return await handler.sized_json(context, found.reply.values.nbytes * 2, make)
 
 
-def _answer(request_id: str, card: ModelCard, head: HeadInfo, scores: ItemScores) -> dict[str, Any]:
-    best = scores.probabilities.argmax(axis=1).tolist()
-    return {
-        "id": request_id,
-        "object": "list",
-        "created": int(time.time()),
-        "model": card.name,
-        "data": [
-            {"index": index, "label": head.labels[label], "probs": probs, "num_classes": head.width}
-            for index, (label, probs) in enumerate(zip(best, scores.probabilities.tolist(), strict=True))
-        ],
-        "usage": score_usage(scores),
-    }
+def _answer(
+    request_id: str, card: ModelCard, head: HeadInfo, found: PooledRows, activation: Activation, mark: int | None
+) -> dict[str, Any]:
+    if head.kind is HeadKind.POINTER and mark is not None:
+        answers = pointer_answers(found, mark, activation)
+    else:
+        answers = [*activate(found.reply.values, activation)]
+    data = []
+    for index, numbers in enumerate(answers):
+        best = int(numbers.argmax())
+        label = head.labels[best] if head.labels else str(best)  # a pointer's classes are the marked tokens, by place
+        data.append({"index": index, "label": label, "probs": numbers.tolist(), "num_classes": len(numbers)})
+    return list_answer(request_id, card, data, pooled_usage(found))

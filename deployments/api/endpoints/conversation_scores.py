@@ -20,6 +20,7 @@ ELSEWHERE = {  # by kind of head: why there is no score, and where its answer is
     None: "a language-model head, which needs labels. Send `messages` and `labels` to /generative_scoring.",
     HeadKind.SEQUENCE: "a head of several numbers. Send `messages` to /classify.",
     HeadKind.TOKEN: "a head that scores tokens. Send `messages` to /pooling.",
+    HeadKind.POINTER: "a head that chooses among marked tokens. Send `messages` to /classify.",
     HeadKind.POOLED: "a head that makes vectors. Send `messages` to /v1/embeddings.",
 }
 
@@ -73,4 +74,5 @@ async def score_conversations(
         found.rows.truncated,
         int(scores.prompt_tokens.sum()),
         int(scores.cached_tokens.sum()),
+        {},
     )

@@ -3,7 +3,6 @@
 A request builds one `engine.requests.PoolingRequest`.
 """
 
-import time
 from typing import Any
 
 from starlette.responses import Response
@@ -11,24 +10,24 @@ from starlette.responses import Response
 from deployments.api.endpoints.pooling_common import (
     PooledRows,
     check_dimensions,
+    check_finite,
     encoded_vector,
     input_spec,
     pool_items,
+    pooled_usage,
     prompt_text,
     read_inputs,
-    row_usage,
     text_spec,
     vectors,
     wants_activation,
     with_prompt,
 )
-from deployments.api.endpoints.scoring_common import check_items, report_items, usage
+from deployments.api.endpoints.scoring_common import list_answer, report_items
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.embeddings import EmbeddingsRequest, EmbedRequest
 from deployments.errors import ApiError, invalid
 from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
-from scoring.errors import NONFINITE
 
 
 async def embeddings(handler: RequestHandler, context: RequestContext) -> Response:
@@ -47,21 +46,13 @@ async def embeddings(handler: RequestHandler, context: RequestContext) -> Respon
     )
     _check(handler, context, found, field)
     cut = vectors(embedding, found.reply.values, body.dimensions, normalise)
-    tokens, cached = row_usage(found.rows, found.reply.cached.tolist())
 
     def make() -> dict[str, Any]:
         data = [
             {"index": index, "object": "embedding", "embedding": encoded_vector(one, body.encoding_format)}
             for index, one in enumerate(cut)
         ]
-        return {
-            "id": request_id,
-            "object": "list",
-            "created": int(time.time()),
-            "model": card.name,
-            "data": data,
-            "usage": usage(tokens, cached),
-        }
+        return list_answer(request_id, card, data, pooled_usage(found))
 
     return await handler.sized_json(context, 4 * cut.nbytes, make)
 
@@ -90,5 +81,5 @@ def embedding_of(head: HeadInfo) -> EmbeddingInfo:
 
 
 def _check(handler: RequestHandler, context: RequestContext, found: PooledRows, field: str) -> None:
-    check_items({found.rows.items[row]: NONFINITE for row in found.reply.status.nonzero()[0].tolist()}, field)
+    check_finite(found, field)
     report_items(handler, context, found.rows.truncated)

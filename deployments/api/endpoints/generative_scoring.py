@@ -30,7 +30,7 @@ from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.chat import Message
 from deployments.api.schemas.generative_scoring import ScoringRequest
-from deployments.errors import invalid
+from deployments.errors import describe, invalid
 from deployments.protocol import ModelCard
 from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
@@ -50,7 +50,7 @@ async def generative_scoring(handler: RequestHandler, context: RequestContext) -
     body = await handler.parse(context, ScoringRequest)
     card = await handler.language_model(body.model, context.route)
     if body.messages is not None:
-        body = await _with_conversation(handler, context, body, body.messages)
+        body = await _with_conversations(handler, context, body, body.messages)
     else:
         _check_text_fields(body)
     template = None if body.messages is not None else _fill_template(handler, body)
@@ -129,13 +129,13 @@ def _check_text_fields(body: ScoringRequest) -> None:
         raise invalid("items", "given, or `messages`", "nothing")
     for field in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
         if getattr(body, field) is not None:
-            raise invalid(field, "absent without `messages`", "given")
+            raise invalid(field, "absent without `messages`", describe(getattr(body, field)))
 
 
-async def _with_conversation(
-    handler: RequestHandler, context: RequestContext, body: ScoringRequest, messages: Sequence[Message]
+async def _with_conversations(
+    handler: RequestHandler, context: RequestContext, body: ScoringRequest, given: Sequence[Any]
 ) -> ScoringRequest:
-    """Returns the request with the conversation's token ids as its only item. `template` may name the model's guard.
+    """Returns the request with the token ids of each conversation as an item. `template` may name the model's guard.
 
     Raises:
         ApiError: A field that does not suit a conversation, or a template that is not the model's guard.
@@ -143,13 +143,15 @@ async def _with_conversation(
     """
     for field in TEXT_FIELDS:
         if getattr(body, field):
-            raise invalid(field, "absent beside `messages`", "given")
+            raise invalid(field, "absent beside `messages`", describe(getattr(body, field)))
     guard = handler.guard
     if body.template is not None and (guard is None or body.template != guard.name):
         known = f"{guard.name} or absent" if guard else "absent: this model is no guard that is known"
         raise invalid("template", f"{known}, beside `messages`", "another name")
     answer, own = (guard.answer, guard.labels) if guard is not None and body.template is not None else ("", None)
-    found: dict[str, Any] = {"query": [], "items": [await chat_ids(handler, context, body, messages, answer)]}
+    conversations = [given] if isinstance(given[0], Message) else given
+    items = [await chat_ids(handler, context, body, messages, answer) for messages in conversations]
+    found: dict[str, Any] = {"query": [], "items": items}
     if own is not None and body.labels is None and body.label_token_ids is None and body.continuations is None:
         ids = await handler.off_loop(0, label_ids, handler.tokenizer, own, answer)
         found["label_token_ids"] = ids

@@ -28,7 +28,7 @@ from deployments.api.rerank_prompt import CONFIGURATION, RerankPrompt, remedy
 from deployments.errors import ApiError, from_item_error
 from deployments.protocol import ModelCard
 from engine.model.heads.info import HeadInfo, HeadKind
-from engine.requests import RowStatus
+from engine.requests import PoolingTask, RowStatus
 from scoring.activation import pooled_items
 from scoring.embeddings import cosines
 from scoring.errors import ItemError, ScoreCode
@@ -37,6 +37,7 @@ from scoring.rerank import log_odds, relevance
 from scoring.row_builder import PromptSpec, ScoringRows, check_tokens, joined, unshared
 from scoring.templates import Template
 
+READ = {HeadKind.TOKEN: "single tokens", HeadKind.POINTER: "marked tokens"}
 COUNTS = (1, 2)  # labels that a language model's score may have: the logit of yes, or its distance to that of no
 
 
@@ -75,8 +76,8 @@ def pair_template(handler: RequestHandler, card: ModelCard) -> Template | None:
 
 
 def _check_head(handler: RequestHandler, head: HeadInfo) -> None:
-    if head.kind is HeadKind.TOKEN:
-        raise ApiError("not_found", "This server ranks no documents: its head scores tokens. Use /pooling.")
+    if head.task is PoolingTask.TOKEN_CLASSIFY:
+        raise ApiError("not_found", f"This server ranks no documents: its head reads {READ[head.kind]}. Use /pooling.")
     if handler.rerank.source == CONFIGURATION:
         raise ApiError(
             "not_found",
@@ -105,7 +106,7 @@ def _check_width(handler: RequestHandler, head: HeadInfo) -> None:
 def pair_source(card: ModelCard, prompt: RerankPrompt) -> str | None:
     """Says where the form of pairs comes from; None where the rerank routes answer 404."""
     head = card.head
-    if head is not None and head.kind is HeadKind.TOKEN:
+    if head is not None and head.task is PoolingTask.TOKEN_CLASSIFY:
         return None
     if head is not None and (head.encoder or head.kind is HeadKind.POOLED):
         ranks = head.kind is HeadKind.POOLED or (head.width == 1 and prompt.activation in ("none", "sigmoid"))

@@ -3,7 +3,6 @@
 A request builds one `engine.requests.PoolingRequest`.
 """
 
-import time
 from typing import Any
 
 from starlette.responses import Response
@@ -12,26 +11,28 @@ from deployments.api.endpoints.pooling_common import (
     PooledRows,
     activation_of,
     check_dimensions,
+    check_finite,
     encoded_vector,
     input_spec,
+    mark_id,
+    pointer_answers,
     pool_items,
+    pooled_usage,
     prompt_text,
     read_inputs,
-    row_usage,
     vectors,
     wants_activation,
 )
-from deployments.api.endpoints.scoring_common import check_items, report_items, usage
+from deployments.api.endpoints.scoring_common import list_answer, report_items
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.pooling import PoolingBody
-from deployments.errors import ApiError, invalid
+from deployments.errors import describe, invalid
 from engine.model.heads.info import HeadInfo, HeadKind
 from scoring.activation import activate
-from scoring.errors import NONFINITE
 from scoring.process_rewards import STEP_WIDTHS, aggregate, by_row, step_scores
 
-KINDS = (HeadKind.SEQUENCE, HeadKind.TOKEN, HeadKind.POOLED)
+KINDS = (HeadKind.SEQUENCE, HeadKind.TOKEN, HeadKind.POOLED, HeadKind.POINTER)
 OF_VECTORS = ("dimensions", "encoding_format", "prompt_name")
 OF_TOKENS = ("step_tag_id", "steps", "aggregate")
 
@@ -45,7 +46,7 @@ async def pooling(handler: RequestHandler, context: RequestContext) -> Response:
     if head.embedding is not None:
         prompt = prompt_text(head.embedding, body.prompt_name)
         check_dimensions(head, head.embedding, body.dimensions)
-    step_tag = _step_tag(handler, body, head)
+    mark = _mark(handler, body, head)
     field, items = await read_inputs(handler, context, body, prompt)
     request_id, spec = new_id("pool-"), input_spec(body, field)
     found = await pool_items(
@@ -56,24 +57,15 @@ async def pooling(handler: RequestHandler, context: RequestContext) -> Response:
         request_id,
         items,
         spec,
-        step_tag=step_tag,
+        mark=mark,
         salt=body.cache_salt,
         priority=body.priority,
     )
-    failed = {found.rows.items[row]: NONFINITE for row in found.reply.status.nonzero()[0].tolist()}
-    check_items(failed, field)
+    check_finite(found, field)
     report_items(handler, context, found.rows.truncated)
 
     def make() -> dict[str, Any]:
-        tokens, cached = row_usage(found.rows, found.reply.cached.tolist())
-        return {
-            "id": request_id,
-            "object": "list",
-            "created": int(time.time()),
-            "model": card.name,
-            "data": _data(body, head, found),
-            "usage": usage(tokens, cached),
-        }
+        return list_answer(request_id, card, _data(body, head, found, mark), pooled_usage(found))
 
     return await handler.sized_json(context, found.reply.values.nbytes * 4, make)
 
@@ -81,37 +73,38 @@ async def pooling(handler: RequestHandler, context: RequestContext) -> Response:
 def _check_fields(body: PoolingBody, head: HeadInfo) -> None:
     if body.task is not None and body.task != head.task:
         raise invalid("task", f"{head.task} or absent, since the model has a {head.kind} head", body.task)
-    others = {HeadKind.SEQUENCE: OF_VECTORS + OF_TOKENS, HeadKind.TOKEN: OF_VECTORS, HeadKind.POOLED: OF_TOKENS}
+    others = {
+        HeadKind.SEQUENCE: OF_VECTORS + OF_TOKENS,
+        HeadKind.TOKEN: OF_VECTORS,
+        HeadKind.POOLED: OF_TOKENS,
+        HeadKind.POINTER: OF_VECTORS + OF_TOKENS,
+    }
     for field in others[head.kind]:
         if getattr(body, field) not in (None, False):
-            raise invalid(field, f"absent, since the model has a {head.kind} head", "given")
+            raise invalid(field, f"absent, since the model has a {head.kind} head", describe(getattr(body, field)))
     if (body.steps or body.aggregate) and head.width not in STEP_WIDTHS:
         raise invalid("steps", f"false: the head has {head.width} numbers, and a step's score needs 1 or 2", "true")
     if body.aggregate and body.steps is False:
         raise invalid("aggregate", "absent beside `steps: false`", body.aggregate)
 
 
-def _step_tag(handler: RequestHandler, body: PoolingBody, head: HeadInfo) -> int | None:
-    """Returns the id of the token that ends a step; None: every token is answered."""
-    if body.step_tag_id is not None or head.kind is not HeadKind.TOKEN:
-        return body.step_tag_id
-    if head.step_tag is not None:
-        ids = handler.tokenizer.encode_batch([head.step_tag], add_special_tokens=False)[0]
-        if len(ids) == 1:
-            return ids[0]
-        message = f"The model's steps end with {head.step_tag}, which is no token of its tokenizer."
-        raise ApiError("invalid_value", f"`step_tag_id` must be given. {message}", "step_tag_id")
-    if body.steps or body.aggregate:
+def _mark(handler: RequestHandler, body: PoolingBody, head: HeadInfo) -> int | None:
+    """Returns the id of the token whose places are answered; None: every token is."""
+    found = mark_id(handler, head) if body.step_tag_id is None else body.step_tag_id
+    if found is None and (body.steps or body.aggregate):
         raise invalid("step_tag_id", "given with `steps`: nothing says which token ends a step", "nothing")
-    return None
+    return found
 
 
-def _data(body: PoolingBody, head: HeadInfo, found: PooledRows) -> list[dict[str, Any]]:
+def _data(body: PoolingBody, head: HeadInfo, found: PooledRows, mark: int | None) -> list[dict[str, Any]]:
     values = found.reply.values
     if head.embedding is not None:
         normalise = wants_activation(body)
         cut = vectors(head.embedding, values, body.dimensions, normalise)
         return [_item(index, encoded_vector(one, body.encoding_format)) for index, one in enumerate(cut)]
+    if head.kind is HeadKind.POINTER and mark is not None:
+        answers = pointer_answers(found, mark, activation_of(body, head))
+        return [_item(index, one.tolist()) for index, one in enumerate(answers)]
     numbers = activate(values, activation_of(body, head))
     if found.positions is None:
         return [_item(index, one) for index, one in enumerate(numbers.tolist())]

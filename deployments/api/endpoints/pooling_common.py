@@ -1,25 +1,31 @@
 """Holds the steps that the routes of pooling heads share: inputs, rows, one request, activations, vectors."""
 
 import base64
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
-from deployments.api.endpoints.scoring_common import check_items, check_size, submit_pooling, tokenize_rows
+from deployments.api.endpoints.scoring_common import (
+    check_items,
+    check_size,
+    submit_pooling,
+    tokenize_rows,
+    usage,
+)
 from deployments.api.generation.chat_request_builder import chat_ids
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.pooling import PoolingInput
 from deployments.api.schemas.score import ScoreBody
-from deployments.errors import invalid
+from deployments.errors import ApiError, describe, invalid
 from deployments.protocol import ModelCard
 from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
-from engine.requests import PoolingResult
-from scoring.activation import Activation, default_activation
+from engine.requests import PoolingResult, PoolingTask
+from scoring.activation import Activation, activate, default_activation
 from scoring.embeddings import cut_vectors
-from scoring.normalize import Float32s
+from scoring.errors import NONFINITE
+from scoring.normalize import Float32s, Float64s
+from scoring.pointer import pointer_scores, with_last_tokens
 from scoring.process_rewards import token_positions
 from scoring.row_builder import FieldNames, Int32s, Items, PromptSpec, Query, ScoringRows, Side, unshared
 
@@ -48,7 +54,7 @@ async def read_inputs(
     if body.input is not None:
         for field in CHAT_FIELDS:
             if getattr(body, field) is not None:
-                raise invalid(field, "absent without `messages`", "given")
+                raise invalid(field, "absent without `messages`", describe(getattr(body, field)))
         return "input", with_prompt(body.input, prompt)
     prompting = bool(body.add_generation_prompt)  # a head judges what was said: no turn is opened unless it is wanted
     body = body.model_copy(update={"add_generation_prompt": prompting})
@@ -121,7 +127,7 @@ async def pool_items(
     items: Items,
     spec: PromptSpec,
     *,
-    step_tag: int | None = None,
+    mark: int | None = None,
     salt: str | None = None,
     priority: int | None = None,
 ) -> PooledRows:
@@ -137,13 +143,42 @@ async def pool_items(
     rows = await tokenize_rows(handler, context, query, items, spec, card)
     check_items(rows.errors, field)
     positions = None
-    if head.kind is HeadKind.TOKEN:
-        rows, positions = token_positions(rows, step_tag, field)
+    rows = unshared(rows) if head.whole_rows else rows
+    if head.task is PoolingTask.TOKEN_CLASSIFY:
+        rows, positions = token_positions(rows, mark, field)
+        positions = with_last_tokens(rows, positions) if head.kind is HeadKind.POINTER else positions
         check_size(handler, len(positions), head.width, field)
-    elif head.whole_rows:
-        rows = unshared(rows)
     reply = await submit_pooling(handler, context, request_id, rows, head, positions, salt=salt, priority=priority)
     return PooledRows(rows, positions, reply)
+
+
+def mark_id(handler: RequestHandler, head: HeadInfo) -> int | None:
+    """Returns the id of the token whose places the head answers; None where it names none.
+
+    Raises:
+        ApiError: The model's tokenizer has no such token.
+    """
+    if head.mark is None:
+        return None
+    ids = handler.tokenizer.encode_batch([head.mark], add_special_tokens=False)[0]
+    if len(ids) != 1:
+        message = f"The model's head reads the token {head.mark}, which is none of its tokenizer."
+        raise ApiError("invalid_value", f"`step_tag_id` must be given. {message}", "step_tag_id")
+    return ids[0]
+
+
+def pointer_answers(found: PooledRows, mark: int, activation: Activation) -> list[Float64s]:
+    """Returns the numbers of each input's marked tokens, activated as those of one distribution.
+
+    Args:
+        found: The answers of a pointer head.
+        mark: Id of the marked tokens.
+        activation: `softmax`, or `none` for the products of query and keys.
+    """
+    if found.positions is None:
+        raise RuntimeError("A pointer answers marked tokens.")
+    scores = pointer_scores(found.rows, found.positions, found.reply.values, mark)
+    return [activate(one, activation) for one in scores]
 
 
 def activation_of(body: PoolingInput, head: HeadInfo) -> Activation:
@@ -191,6 +226,11 @@ def encoded_vector(vector: npt.NDArray[Any], encoding: str | None) -> list[float
     return numbers
 
 
-def row_usage(rows: ScoringRows, cached: Sequence[int]) -> tuple[int, int]:
-    """Returns the tokens of all rows, and how many of them were found in the prefix cache."""
-    return sum(rows.lengths()), int(np.sum(cached))
+def check_finite(found: PooledRows, field: str) -> None:
+    """Raises ApiError if an input gave a number that is not finite. `field`: the name of the inputs."""
+    check_items({found.rows.items[row]: NONFINITE for row in found.reply.status.nonzero()[0].tolist()}, field)
+
+
+def pooled_usage(found: PooledRows) -> dict[str, Any]:
+    """Returns the usage block of pooled rows."""
+    return usage(sum(found.rows.lengths()), int(found.reply.cached.sum()))

@@ -2,7 +2,7 @@
 
 `deployments.api.endpoints.pair_scores` builds one `engine.requests.ScoreRequest`, whose labels are the rerank
 template's yes and no, or its single label, whose logit is the score. It builds one `engine.requests.PoolingRequest`
-where the model has a pooling head.
+where the model has a pooling head, as `deployments.api.endpoints.conversation_scores` does for conversations.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,10 +10,16 @@ from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
-from deployments.api.endpoints.pair_scores import pair_template, score_pairs
+from deployments.api.endpoints.conversation_scores import score_conversations
+from deployments.api.endpoints.pair_scores import PairScores, pair_template, score_pairs
+from deployments.api.endpoints.pooling_common import CHAT_FIELDS
 from deployments.api.endpoints.scoring_common import check_size, report_items
 from deployments.api.handler import RequestHandler
+from deployments.api.json_body import HALF
 from deployments.api.request_context import RequestContext, new_id
+from deployments.api.schemas.chat import Message
+from deployments.api.schemas.known_fields import REFUSED, is_neutral
+from deployments.api.schemas.pooling import PoolingInput
 from deployments.api.schemas.rerank import RerankRequest
 from deployments.errors import describe, invalid
 from deployments.protocol import ModelCard
@@ -22,8 +28,10 @@ from scoring.rerank import Ranked, document_text, ranked
 from scoring.row_builder import FieldNames, PromptSpec
 from scoring.templates import Template, fill
 
-TEXTS_ROUTE = "/rerank"
+TEXTS_ROUTE, V2_ROUTE = "/rerank", "/v2/rerank"
 INSTRUCTIONS = ("instruction", "instruct")
+OF_COHERE = ("rank_fields", "max_chunks_per_doc")  # fields of Cohere's first version alone
+OF_TEXTS = ("query", "texts", *INSTRUCTIONS, "max_tokens_per_doc", "max_tokens_per_query", "truncate")
 ENTRY_BYTES = 64  # of an answer, without its document
 
 
@@ -63,28 +71,11 @@ async def rank(
     Raises:
         ApiError, ScoringError: The request is refused.
     """
-    card = await handler.served(body.model)
-    template = pair_template(handler, card)
-    documents = await handler.off_loop(context.body_bytes, _documents, handler, body, context.route, field)
-    labels = 1 if template is None or card.head is not None else len(template.labels)
-    check_size(handler, len(documents.texts), labels, documents.field)
-
-    def spec_of(query: str) -> PromptSpec:
-        return _prompt_spec(handler, body, template, documents)
-
-    request_id = new_id("rerank-")
-    scored = await score_pairs(
-        handler,
-        context,
-        card,
-        [body.query],
-        documents.texts,
-        spec_of,
-        request_id,
-        all_or_nothing=False,
-        salt=body.cache_salt,
-        priority=body.priority,
-    )
+    card, request_id = await handler.served(body.model), new_id("rerank-")
+    if body.messages is None:
+        documents, scored = await _scored_texts(handler, context, body, card, request_id, field)
+    else:
+        documents, scored = await _scored_conversations(handler, context, body, card, request_id, field)
     top_n = None if body.texts is not None else body.top_n
     order = ranked(scored.raw if _wants_raw(body) else scored.activated, top_n, scored.errors)
     ranking = Ranking(request_id, order, scored.truncated, scored.prompt_tokens, scored.cached_tokens)
@@ -98,24 +89,96 @@ async def rank(
     return await handler.sized_json(context, size, make)
 
 
+async def _scored_texts(
+    handler: RequestHandler, context: RequestContext, body: RerankRequest, card: ModelCard, request_id: str, field: str
+) -> tuple[Documents, PairScores]:
+    """Scores each text beside the query."""
+    if body.query is None:
+        raise invalid("query", "given", "nothing")
+    for name in CHAT_FIELDS:
+        if not is_neutral(getattr(body, name), REFUSED[name]):
+            raise invalid(name, "absent without `messages`", describe(getattr(body, name)))
+    template = pair_template(handler, card)
+    documents = await handler.off_loop(context.body_bytes, _documents, handler, context, body, field)
+    labels = 1 if template is None or card.head is not None else len(template.labels)
+    check_size(handler, len(documents.texts), labels, documents.field)
+
+    def spec_of(query: str) -> PromptSpec:
+        return _prompt_spec(handler, body, query, template, documents)
+
+    scored = await score_pairs(
+        handler,
+        context,
+        card,
+        [body.query],
+        documents.texts,
+        spec_of,
+        request_id,
+        all_or_nothing=False,
+        salt=body.cache_salt,
+        priority=body.priority,
+    )
+    return documents, scored
+
+
 def _failures(errors: Mapping[int, ItemError]) -> dict[str, Any]:
     """Returns the field of an answer that lists the documents without a score; no field if each has one."""
     listed = [{"index": index, **error._asdict()} for index, error in sorted(errors.items())]
     return {"errors": listed} if listed else {}
 
 
-def _documents(handler: RequestHandler, body: RerankRequest, route: str, field: str) -> Documents:
+async def _scored_conversations(
+    handler: RequestHandler, context: RequestContext, body: RerankRequest, card: ModelCard, request_id: str, field: str
+) -> tuple[Documents, PairScores]:
+    """Scores conversations by a reward model: those of `messages`, or its only one with each document as an answer."""
+    for name in OF_TEXTS:
+        if getattr(body, name) is not None:
+            raise invalid(name, "absent beside `messages`", describe(getattr(body, name)))
+    given: Any = body.messages
+    single = isinstance(given[0], Message)
+    if single != (body.documents is not None):
+        rule = "a list of conversations, or one conversation that each of `documents` answers"
+        raise invalid("messages", rule, "one without `documents`" if single else "several with `documents`")
+    documents = Documents([], "messages", False)
+    conversations = given
+    if single:
+        documents = _documents(handler, context, body, field)
+        if HALF in documents.texts:
+            place = f"{documents.field}[{documents.texts.index(HALF)}]"
+            raise invalid(place, "Unicode text", "half of a surrogate pair")
+        conversations = [[*given, Message.model_construct(role="assistant", content=text)] for text in documents.texts]
+    elif body.return_documents or body.return_text:
+        raise invalid("return_documents", "false without `documents`", "true")
+    check_size(handler, len(conversations), 1, documents.field)
+    names = (*CHAT_FIELDS, "truncate_prompt_tokens", "priority", "cache_salt")
+    options = {name: getattr(body, name) for name in names}
+    options["truncation_side"] = _either(body, "truncation_side", "truncation_direction")
+    read = PoolingInput.model_construct(**options)
+    return documents, await score_conversations(handler, context, card, conversations, read, request_id)
+
+
+def _documents(handler: RequestHandler, context: RequestContext, body: RerankRequest, field: str) -> Documents:
     """Reads either dialect: `texts` on one path, `documents` on all. Raises ApiError for both or neither."""
     if (body.documents is None) == (body.texts is None):
         given = "neither" if body.documents is None else "both"
         raise invalid("documents", "given, or `texts`, but not both", given)
-    echo = _either(body, "return_documents", "return_text")
-    echoed = handler.settings.rerank.return_documents if echo is None else echo
+    echoed = _echoed(handler, context, body)
     if body.texts is not None:
-        if route != TEXTS_ROUTE:
+        if context.route != TEXTS_ROUTE:
             raise invalid("texts", f"absent here: send `documents`, or `texts` to {TEXTS_ROUTE}", describe(body.texts))
         return Documents(body.texts, "texts", echoed)
     return Documents(_document_texts(body, field), field, echoed)
+
+
+def _echoed(handler: RequestHandler, context: RequestContext, body: RerankRequest) -> bool:
+    """Returns whether the answer repeats the documents: as the request says, else the configuration, else as the
+    client's own service does. Those of Jina, vLLM and SGLang do; Cohere's and text-embeddings-inference do not."""
+    echo: bool | None = _either(body, "return_documents", "return_text")
+    echo = handler.settings.rerank.return_documents if echo is None else echo
+    if echo is not None:
+        return echo
+    cohere = context.cohere or context.route == V2_ROUTE or any(getattr(body, name) is not None for name in OF_COHERE)
+    return not cohere and body.texts is None
 
 
 def _document_texts(body: RerankRequest, field: str) -> list[str]:
@@ -126,11 +189,11 @@ def _document_texts(body: RerankRequest, field: str) -> list[str]:
 
 
 def _prompt_spec(
-    handler: RequestHandler, body: RerankRequest, template: Template | None, documents: Documents
+    handler: RequestHandler, body: RerankRequest, query: str, template: Template | None, documents: Documents
 ) -> PromptSpec:
     if template is None and (name := next((one for one in INSTRUCTIONS if getattr(body, one) is not None), None)):
-        raise invalid(name, "absent: the model's head reads the two texts alone", "given")
-    values = {"query": body.query, "instruction": _either(body, "instruction", "instruct"), "system": None}
+        raise invalid(name, "absent: the model's head reads the two texts alone", describe(getattr(body, name)))
+    values = {"query": query, "instruction": _either(body, "instruction", "instruct"), "system": None}
     maximum = body.truncate_prompt_tokens
     capped = bool(body.max_tokens_per_doc) or maximum is not None  # a request with a length wants texts cut to it
     policy = "item" if capped or body.truncate else handler.settings.truncation

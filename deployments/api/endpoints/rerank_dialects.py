@@ -50,7 +50,9 @@ async def rerank_mixedbread(handler: RequestHandler, context: RequestContext) ->
 async def rerank_isaacus(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /v1/rerankings."""
     body = await handler.parse(context, IsaacusRequest)
-    canonical = _request(model=body.model, query=body.query, documents=[*body.texts], top_n=body.top_n)
+    canonical = _request(
+        model=body.model, query=body.query, documents=[*body.texts], top_n=body.top_n, return_documents=False
+    )
     return await rank(handler, context, canonical, _isaacus_answer, "texts")
 
 
@@ -60,7 +62,7 @@ def _request(**fields: Any) -> RerankRequest:
 
 
 def _of_voyage(body: RerankRequest) -> RerankRequest:
-    for name in ("top_n", "texts", "truncate"):
+    for name in ("top_n", "texts", "truncate", "messages"):
         if getattr(body, name) is not None:
             raise invalid(name, "absent beside `top_k` or `truncation`", describe(getattr(body, name)))
     update = {"top_n": body.top_k, "truncate": body.truncation, "return_documents": bool(body.return_documents)}
@@ -68,7 +70,7 @@ def _of_voyage(body: RerankRequest) -> RerankRequest:
 
 
 def _of_pinecone(body: RerankRequest) -> RerankRequest:
-    for name in ("texts", "truncate", *sorted(VOYAGE_FIELDS)):
+    for name in ("texts", "truncate", "messages", *sorted(VOYAGE_FIELDS)):
         if getattr(body, name) is not None:
             raise invalid(name, f"absent beside the header {PINECONE_HEADER}", describe(getattr(body, name)))
     truncate = None if body.parameters is None or body.parameters.truncate is None else body.parameters.truncate

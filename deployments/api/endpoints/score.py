@@ -4,7 +4,6 @@ A request with items builds one `engine.requests.ScoreRequest`, and none without
 sides builds what `deployments.api.endpoints.pair_scores` builds.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +15,7 @@ from deployments.api.endpoints.pooling_common import CHAT_FIELDS, wants_activati
 from deployments.api.endpoints.scoring_common import (
     check_items,
     check_size,
+    list_answer,
     report_items,
     report_label_mass,
     score_usage,
@@ -141,14 +141,7 @@ async def _answer_scores(
             {"index": index, "object": "score", "score": score} | ({"truncated": True} if cut else {})
             for index, (score, cut) in enumerate(zip(numbers, found.truncated, strict=True))
         ]
-        return {
-            "id": request_id,
-            "object": "list",
-            "created": int(time.time()),
-            "model": card.name,
-            "data": data,
-            "usage": usage(found.prompt_tokens, found.cached_tokens),
-        }
+        return list_answer(request_id, card, data, usage(found.prompt_tokens, found.cached_tokens))
 
     return await handler.sized_json(context, context.body_bytes, make)
 
@@ -180,7 +173,7 @@ async def _messages(
 ) -> Response:
     for name in (*OF_ITEMS, *(name for pair in SIDES for name in pair), *OF_TEXTS):
         if getattr(body, name) is not None:
-            raise invalid(name, "absent beside `messages`", "given")
+            raise invalid(name, "absent beside `messages`", describe(getattr(body, name)))
     activated = wants_activation(body) is not False
     card = await handler.served(body.model)
     conversations = [given] if isinstance(given[0], Message) else given

@@ -1,6 +1,7 @@
 """Holds the steps that the scoring routes share: limits, rows, label ids, one request, the answer's layouts."""
 
 import base64
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -244,6 +245,18 @@ def usage(prompt: int, cached: int) -> dict[str, Any]:
 def score_usage(scores: ItemScores) -> dict[str, Any]:
     """Returns the usage block of scored items."""
     return usage(int(scores.prompt_tokens.sum()), int(scores.cached_tokens.sum()))
+
+
+def list_answer(request_id: str, card: ModelCard, data: list[Any], usage: dict[str, Any]) -> dict[str, Any]:
+    """Returns an answer that lists `data`, in the form of OpenAI's API."""
+    return {
+        "id": request_id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": card.name,
+        "data": data,
+        "usage": usage,
+    }
 
 
 def row_layout(scores: ItemScores) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from deployments.api.schemas.generation import GenerationRequest, PromptLogprob,
 from deployments.api.schemas.known_fields import MESSAGE_REFUSED
 from deployments.errors import describe
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
+Role = Literal["system", "developer", "user", "assistant", "tool", "context"]  # the last one is Granite Guardian's
 MAX_VALUE_DEPTH = 8  # of chat_template_kwargs
 OTHER_PARTS = {"image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file", "refusal"}
 

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from deployments.api.schemas.chat import Messages, TemplateValues
+from deployments.api.schemas.chat import Conversations, TemplateValues
 from deployments.api.schemas.fields import (
     AtLeastOne,
     Body,
@@ -24,7 +24,7 @@ from scoring.loglikelihood import Continuations
 
 
 class ScoringRequest(Body):
-    """Holds a scoring request: `query` and `items`, or one conversation in `messages`. `null` means absent except in
+    """Holds a scoring request: `query` and `items`, or conversations in `messages`. `null` means absent except in
     `items`; only a template without a query needs none."""
 
     item_fields: ClassVar[frozenset[str]] = frozenset(("items",))
@@ -32,7 +32,7 @@ class ScoringRequest(Body):
     model: Name | None = None
     query: Annotated[str | list[int] | None, text_or_ids(null=True)] = None
     items: Annotated[list[str] | list[list[int]], texts_or_ids("max_items")] = Field(default_factory=list)
-    messages: Messages | None = None
+    messages: Conversations = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateValues = None

@@ -10,9 +10,9 @@ from deployments.api.schemas.fields import Body, Name, ids, text
 
 class HeadFacts(BaseModel):
     """Describes the head that answers. `labels` are the names of its numbers, in order; null for a language model, and
-    empty for vectors."""
+    empty for vectors and pointers."""
 
-    kind: Literal["lm", "sequence", "token", "pooled"]
+    kind: Literal["lm", "sequence", "token", "pooled", "pointer"]
     labels: list[str] | None
     problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None
 

@@ -96,7 +96,8 @@ REFUSED: Mapping[str, Neutral] = {
     "use_activation": (), "activation": (), "softmax": (), "raw_scores": _OFF, "normalize": (), "aggregate": (),
     "prompt_name": (), "steps": _OFF, "scoring_method": ("auto",),
     "dimensions": (), "encoding_format": ("float",), "embed_dtype": (),
-    "endianness": (), "embedding_types": (), "input_type": (), "top_n": _ZERO, "on_item_error": (),
+    "endianness": (), "embedding_types": (), "embedding_type": ("float",), "encoding_type": ("float",),
+    "normalized": (True,), "input_type": (), "top_n": _ZERO, "on_item_error": (),
     # Further parts of the answer.
     "stream": _OFF, "stream_options": (), "echo": _OFF, "logprobs": (False, 0), "top_logprobs": _ZERO,
     "logprob_token_ids": (), "prompt_logprobs": (), "top_n_tokens": _ZERO, "n_probs": _ZERO, "return_logprob": _OFF,

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, PlainValidator, ValidationInfo
 
-from deployments.api.schemas.chat import content_text
+from deployments.api.schemas.chat import Conversations, TemplateValues, content_text
 from deployments.api.schemas.fields import (
     Body,
     Count,
@@ -52,12 +52,14 @@ def text_or_parts() -> Any:
     """Returns a validator of a string, of a text part, or of an object whose `content` is a list of text parts."""
 
     def check(value: object, info: ValidationInfo) -> object:
+        if value is None:
+            return None
         if isinstance(value, dict):
             content = value.get("content")
             return content_text(content if isinstance(content, list) else [value], bound(info, "max_string_chars"))
         return check_string(value, 0, bound(info, "max_string_chars"))
 
-    return PlainValidator(check, json_schema_input_type=str | dict[str, Any])
+    return PlainValidator(check, json_schema_input_type=str | dict[str, Any] | None)
 
 
 def _document(entry: object, maximum: int, index: int) -> Document:
@@ -87,13 +89,18 @@ class PineconeParameters(Body):
 class RerankRequest(Body):
     """Holds `documents` (Cohere, Jina, vLLM, SGLang, Voyage, Pinecone) or `texts` (text-embeddings-inference).
 
-    `null` means absent. `top_k` and `truncation` are Voyage's, `parameters` Pinecone's.
+    `null` means absent. `top_k` and `truncation` are Voyage's, `parameters` Pinecone's. For a reward model `messages`
+    holds conversations in place of both, or the conversation that each of `documents` answers.
     """
 
     item_fields: ClassVar[frozenset[str]] = frozenset(("documents", "texts"))
 
     model: Name | None = None
-    query: Annotated[str, text_or_parts()]
+    query: Annotated[str | None, text_or_parts()] = None
+    messages: Conversations = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateValues = None
     documents: Annotated[list[Document] | None, texts_or_objects("max_items")] = None
     texts: Annotated[list[str] | None, strings("max_items", "max_string_chars", 1, 0)] = None
     rank_fields: Annotated[list[str] | None, strings("max_items", "max_name_chars", 1)] = None

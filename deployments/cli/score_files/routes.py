@@ -274,6 +274,9 @@ class Rerank(ScoringRoute):
         item = self.item_of(record)
         return len(item if isinstance(item, str) else json.dumps(item))
 
+    def body(self, batch: Sequence[InputRecord]) -> dict[str, Any]:
+        return ScoringRoute.body(self, batch) | {"return_documents": False}  # which the output does not hold
+
     def lines(self, batch: Sequence[InputRecord], answer: Mapping[str, Any]) -> list[dict[str, Any]]:
         found = sorted([*answer["results"], *answer.get("errors", ())], key=lambda one: one["index"])
         if [one["index"] for one in found] != list(range(len(batch))):

@@ -49,7 +49,7 @@ class PooledEncoder:
             ValueError: `max_model_len` is more than the model has positions for.
         """
         with timed("weights digest", progress):
-            self.weights_digest = weights_digest(model.body, model.head)
+            self.weights_digest = weights_digest(model.body, model.head, described=str(model.head.info))
         self._encoder = EncoderModel(model.body, max_model_len=max_model_len, seed=engine.seed, progress=progress)
         self._pooler = model.head
         self.pooling_head: HeadInfo | None = model.head.info

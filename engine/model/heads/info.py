@@ -15,12 +15,14 @@ class HeadKind(StrEnum):
     SEQUENCE = "sequence"
     TOKEN = "token"
     POOLED = "pooled"
+    POINTER = "pointer"
 
 
 TASKS = {
     HeadKind.SEQUENCE: PoolingTask.CLASSIFY,
     HeadKind.TOKEN: PoolingTask.TOKEN_CLASSIFY,
     HeadKind.POOLED: PoolingTask.EMBED,
+    HeadKind.POINTER: PoolingTask.TOKEN_CLASSIFY,
 }
 
 
@@ -37,12 +39,12 @@ class HeadInfo(NamedTuple):
     """Describes a pooling head: K numbers for each row or token, before any activation."""
 
     kind: HeadKind
-    width: int  # K
-    labels: tuple[str, ...]  # [K] names of the numbers, in order; () for the numbers of a vector
+    width: int  # K; of a pointer: numbers of a query and a key
+    labels: tuple[str, ...]  # [K] names of the numbers, in order; () for those of a vector or a pointer
     problem_type: ProblemType | None = None  # what the head was trained for, where the checkpoint says it
     encoder: bool = False  # it reads rows in both directions, and pairs of texts as its tokenizer joins them
     whole_rows: bool = False  # a row is computed in one step and shares nothing with another
-    step_tag: str | None = None  # text of the token that ends a step, for process rewards whose layout fixes it
+    mark: str | None = None  # text of the token whose places are answered: the one that ends a step, or marks a choice
     embedding: EmbeddingInfo | None = None  # of a pooled head
 
     @property

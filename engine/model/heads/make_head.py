@@ -7,9 +7,10 @@ from typing import Any
 from torch import nn
 
 from engine.config import ModelConfig
-from engine.model.architectures import PROCESS_REWARD, architectures_of, find_kind, is_encoder
+from engine.model.architectures import PROCESS_REWARD, architectures_of, declaration_of, find_kind, is_encoder
 from engine.model.checkpoint_audit import TensorHeader
 from engine.model.encoder.families import family_of, head_pooling
+from engine.model.heads.declared_head import make_declared_head
 from engine.model.heads.embedding_files import dense_layers, read_embedding
 from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
 from engine.model.heads.pooling_head import PoolingHead, PoolingModel
@@ -34,16 +35,19 @@ def make_head(
     Raises:
         UnsupportedModel: The head has another form than this build computes, or its labels have no names.
         BadCheckpoint: The head's tensors are of another shape.
+        BadDeclaration: A file declares the head, and does not fit the model.
     """
-    kind = find_kind(config).head
-    if kind is HeadKind.POOLED:
+    kind, declaration = find_kind(config).head, declaration_of(config)
+    if declaration is not None:
+        head = make_declared_head(declaration, folder, config, headers)
+    elif kind is HeadKind.POOLED:
         head = _vectors(folder, config, model)
     elif is_encoder(config):
         head = _encoder_head(module, config, kind)
     else:
         tag = STEP_TAG if PROCESS_REWARD in architectures_of(config) else None
         layers, width = stored_head(module, find_kind(config).required, headers)
-        info = HeadInfo(kind, width, label_names(config, width), problem_type(config), step_tag=tag)
+        info = HeadInfo(kind, width, label_names(config, width), problem_type(config), mark=tag)
         head = PoolingHead(info, layers, Pooling.LAST if kind is HeadKind.SEQUENCE else None)
     return PoolingModel(module.base_model, head.to(module.device))
 

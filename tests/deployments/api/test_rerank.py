@@ -76,7 +76,7 @@ async def test_documents_are_ranked_by_the_share_of_yes(
     wanted = expected(label_logprob, DOCS)
     assert [result["index"] for result in found["results"]] == list(wanted)
     for result, value in zip(found["results"], wanted.values(), strict=True):
-        assert set(result) == {"index", "relevance_score"}
+        assert set(result) - {"document"} == {"index", "relevance_score"}
         assert result["relevance_score"] == pytest.approx(sigmoid(value), abs=1e-6)
     [task] = backend.score_tasks
     assert task.labels.tolist() == [ord("y"), ord("n")] and not task.full
@@ -408,6 +408,63 @@ async def test_documents_are_returned_where_the_server_says_so(client_of: Any) -
     assert all("text" in entry for entry in (await generous.post("/rerank", TEI | {"return_text": None})).json())
     silent = await ranks(generous, return_documents=False)
     assert not any("document" in result for result in silent["results"])
+
+
+DEFAULTS: dict[str, tuple[str, dict[str, Any], dict[str, str], bool]] = {  # path, fields, headers, documents
+    "Jina": ("/v1/rerank", {"documents": DOCS, "model": "toy", "top_n": 2}, {}, True),
+    "vLLM": ("/rerank", {"documents": DOCS, "model": "toy"}, {}, True),
+    "vLLM at v1": ("/v1/rerank", {"documents": DOCS, "truncate_prompt_tokens": -1}, {}, True),
+    "SGLang": ("/v1/rerank", {"documents": DOCS, "instruct": "find"}, {}, True),
+    "Cohere v1 by its SDK": ("/v1/rerank", {"documents": DOCS}, {"x-fern-sdk-name": "cohere"}, False),
+    "Cohere v1 by its Node SDK": ("/v1/rerank", {"documents": DOCS}, {"x-fern-sdk-name": "cohere-ai"}, False),
+    "Cohere v1 by its fields": ("/v1/rerank", {"documents": [{"text": "a"}], "rank_fields": ["text"]}, {}, False),
+    "Cohere v1 by its chunks": ("/v1/rerank", {"documents": DOCS, "max_chunks_per_doc": 1}, {}, False),
+    "Cohere v2": ("/v2/rerank", {"documents": DOCS, "model": "toy"}, {}, False),
+    "TEI": ("/rerank", {"texts": DOCS}, {}, False),
+    "Voyage": ("/v1/rerank", {"documents": DOCS, "top_k": 2}, {}, False),
+    "Pinecone": ("/rerank", {"documents": [{"text": "a"}]}, {"x-pinecone-api-version": "2025-10"}, True),
+    "Mixedbread": ("/v1/reranking", {"input": DOCS}, {}, False),
+}
+
+
+@pytest.mark.parametrize("dialect", DEFAULTS)
+async def test_documents_are_returned_where_the_clients_own_service_does(client_of: Any, dialect: str) -> None:
+    path, fields, headers, returned = DEFAULTS[dialect]
+    client = client_of(settings_with(rerank=RerankArgs(template="ask")))
+    found = await client.http.post(path, json={"query": "q"} | fields, headers=headers)
+    assert found.status_code == 200, found.text
+    answer = found.json()
+    entries = answer if isinstance(answer, list) else answer.get("results") or answer["data"]
+    shown = [one.get("document") or one.get("text") or one.get("input") for one in entries]
+    assert entries and [one is not None for one in shown] == [returned] * len(entries)
+    if dialect in ("Pinecone", "Mixedbread"):
+        return
+    name = "return_text" if "texts" in fields else "return_documents"
+    other = (await client.http.post(path, json={"query": "q", name: not returned} | fields, headers=headers)).json()
+    entries = other if isinstance(other, list) else other.get("results") or other["data"]
+    assert [not one.keys().isdisjoint(("document", "text")) for one in entries] == [not returned] * len(entries)
+
+
+async def test_conversations_need_a_reward_model(client: Any) -> None:
+    chat, fields = [{"role": "user", "content": "2 + 2?"}], dict[str, Any]()
+    for fields in ({"messages": [chat]}, {"messages": chat, "documents": ["4"]}):
+        found = await client.post("/rerank", fields)
+        assert found.status_code == 404 and "/generative_scoring" in found.json()["error"]["message"]
+    for fields, param in (
+        ({"messages": chat}, "messages"),
+        ({"messages": [chat], "documents": ["a"]}, "messages"),
+        ({"messages": [chat], "query": "q"}, "query"),
+        ({"messages": [chat], "texts": ["a"]}, "texts"),
+        ({"messages": [chat], "instruction": "i"}, "instruction"),
+        ({"messages": [chat], "return_documents": True}, "return_documents"),
+        ({"messages": []}, "messages"),
+        ({"messages": [[]]}, "messages"),
+        ({"documents": ["a"]}, "query"),
+        ({"documents": ["a"], "query": "q", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"documents": ["a"], "query": "q", "add_generation_prompt": True}, "add_generation_prompt"),
+    ):
+        refused = await client.post("/rerank", fields)
+        assert (refused.status_code, str(refused.json()["error"]["param"]).partition("[")[0]) == (422, param), fields
 
 
 @pytest.mark.parametrize(("wire", "enough"), [({"max_rows": 3}, 4), ({"max_answer_cells": 7}, 8)])

@@ -41,8 +41,8 @@ def test_documents_have_their_relevance_in_the_order_of_the_input(
     assert score(records, "--route", "rerank", "--set", 'rank_fields=["text"]', "--json") == 0
     assert {header["path"] for header in service.headers} == {"/rerank"}
     assert sorted(service.bodies, key=lambda body: body["query"]) == [
-        {"query": "q0", "documents": documents[:3], "rank_fields": ["text"]},
-        {"query": "q1", "documents": documents[3:], "rank_fields": ["text"]},
+        {"query": "q0", "documents": documents[:3], "rank_fields": ["text"], "return_documents": False},
+        {"query": "q1", "documents": documents[3:], "rank_fields": ["text"], "return_documents": False},
     ]
     assert rows(tmp_path) == [
         {"index": i, "score": score_of(f"q{i // 3}", document), "truncated": False, "error": None}

@@ -147,6 +147,18 @@ def test_every_change_of_every_tensor_of_a_classifier_is_refused(family: str, tm
             pytest.fail(f"{what}: taken as {compare(changed, config)}")
 
 
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("name", ["process_reward", "bert_cross_encoder", "qwen2_token", "bert_tokens"])
+def test_every_change_of_every_tensor_of_other_heads_is_refused(name: str, tmp_path: Path) -> None:
+    folder = folders.OTHER_SERVED[name](tmp_path / "model")
+    config, headers = read_config(folder, None), read_headers(folder)
+    compare(headers, config)
+    assert any(key.startswith(("score", "classifier")) for key in headers)
+    for what, changed in mutants(headers):
+        with pytest.raises(BadCheckpoint):
+            pytest.fail(f"{what}: taken as {compare(changed, config)}")
+
+
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"])
 @pytest.mark.parametrize("change", ["deleted", "renamed"])

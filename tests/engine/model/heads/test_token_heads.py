@@ -140,7 +140,7 @@ async def test_process_rewards_are_those_of_the_cards_loop(tmp_path: Path, engin
     score = torch.nn.Sequential(first, torch.nn.ReLU(), second)
     one = Tokens(folder, lambda ids: score(body(input_ids=ids).last_hidden_state), **engine)
     head = one.model.pooling_head
-    assert (head.kind, head.width, head.step_tag) == (HeadKind.TOKEN, 2, "<extra_0>")
+    assert (head.kind, head.width, head.mark) == (HeadKind.TOKEN, 2, "<extra_0>")
     tag, rng = 5, np.random.default_rng(1)
     prefix, *rows = (rng.integers(6, 64, size).astype(np.int32) for size in (9, 20, 33, 5))
     for row, places in zip(rows, ([3, 19], [0, 10, 11, 30], [4]), strict=True):
