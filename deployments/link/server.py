@@ -11,6 +11,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, NoReturn
 
 from deployments.link import messages
@@ -174,9 +175,13 @@ class _ServerLink(asyncio.Protocol):
                 work = self._stream if generation.streamed else self._generate
                 self._begin(generation.number, lambda: work(generation))
             case FrameKind.CANCEL:
-                task = self.calls.get(messages.CANCEL.decode(frame).number)
+                number = messages.CANCEL.decode(frame).number
+                task = self.calls.get(number)
                 if task is not None:
                     task.cancel()
+                    task.add_done_callback(
+                        partial(self._forget, number)
+                    )  # one that had not begun forgets nothing itself
             case _:
                 _refuse(frame)
 
@@ -203,10 +208,12 @@ class _ServerLink(asyncio.Protocol):
             full = Failure(ErrorCode.OVERLOADED, "The link has too many calls.", None, self._service.load())
             self._fail(number, full)
             return
-        task = self._loop.create_task(self._run(number, work()))
         self._figures.calls += 1
-        self.calls[number] = task
-        task.add_done_callback(lambda _: self.calls.pop(number, None))
+        self.calls[number] = self._loop.create_task(self._run(number, work()))
+
+    def _forget(self, number: int, task: "asyncio.Task[None]") -> None:
+        if self.calls.get(number) is task:
+            del self.calls[number]
 
     async def _run(self, number: int, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -215,6 +222,8 @@ class _ServerLink(asyncio.Protocol):
             log.exception("A call of a link raised.")
             failure = Failure(ErrorCode.STEP_FAILED, "The server failed on this request.", None)
             self._fail(number, failure)
+        finally:
+            self.calls.pop(number, None)
 
     async def _score(self, call: messages.ScoreCall) -> None:
         found = await self._service.score(call.request)
