@@ -107,7 +107,7 @@ async def test_conversations_are_ranked_by_the_librarys_logit(
     best = (await client.post("/rerank", {"messages": chats, "top_n": 1})).json()["results"]
     assert [one["index"] for one in best] == order[:1]
     half = {"messages": [asked], "documents": [*answers, "cut \ud83d"]}
-    error = (await client.post("/v1/rerank", content=json.dumps(half))).json()["error"]
+    error = (await client.post("/v1/rerank", json.dumps(half).encode())).json()["error"]
     assert (error["code"], error["param"]) == ("invalid_value", f"documents[{len(answers)}]")
     kind = {"messages": chats, "chat_template_kwargs": {"mood": "kind"}, "use_activation": False}
     moods = logits(reranker, [f"user: 2 + 2?;assistant: {text};kind" for text in answers], special=False)[:, 0]
