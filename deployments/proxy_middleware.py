@@ -21,7 +21,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.fair_turns import FairTurns
-from deployments.malloc import give_back_memory
+from deployments.malloc import LARGE_BYTES, TrimAfterLarge, give_back_memory
 
 SCOPE_ID = "assay.request_id"
 """The key under which the scope carries the id. A client cannot set it, while it could set any header."""
@@ -81,7 +81,9 @@ class ProxyMiddleware:
         """`watched`: Serve is to watch for clients that leave."""
         self._app = app
         self._added = [] if watched else [UNWATCHED]
-        self._turns = FairTurns() if watched else None  # an application gives turns itself, once it knows the key
+        self._in_proxy = watched  # an application gives turns itself, once it knows the key, and trims its own heaps
+        self._turns = FairTurns()
+        self._memory = TrimAfterLarge()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -98,9 +100,25 @@ class ProxyMiddleware:
 
         if scope.get("http_version") == "1.0":
             send = WholeAnswer(send)
-        if self._turns is not None:
-            await self._turns.take(next((value for name, value in headers if name == b"authorization"), b""))
-        await self._app({**scope, "headers": headers, SCOPE_ID: request_id}, receive, send_with_client_id)
+        named = {**scope, "headers": headers, SCOPE_ID: request_id}
+        if not self._in_proxy:
+            await self._app(named, receive, send_with_client_id)
+            return
+        await self._turns.take(next((value for name, value in headers if name == b"authorization"), b""))
+        try:
+            await self._app(named, receive, send_with_client_id)
+        finally:
+            self._memory.ended(_declared_bytes(headers))
+
+
+def _declared_bytes(headers: Headers) -> int:
+    """Returns the length that a request declares for its body. One that is sent in chunks may be large."""
+    for name, value in headers:
+        if name == b"content-length" and len(value) < 19 and value.isdigit():
+            return int(value)
+        if name == b"transfer-encoding":
+            return LARGE_BYTES
+    return 0
 
 
 class WholeAnswer:
