@@ -108,7 +108,8 @@ class ProxyMiddleware:
         try:
             await self._app(named, receive, send_with_client_id)
         finally:
-            self._memory.ended(_declared_bytes(headers))
+            if _declared_bytes(headers) >= LARGE_BYTES:
+                self._memory.ended()
 
 
 def _declared_bytes(headers: Headers) -> int:

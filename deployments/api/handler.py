@@ -75,6 +75,7 @@ class RequestHandler:
         self.limits = settings.limits.flat() | option_limits(self.decisions, settings.limits)
         wire = settings.limits.wire
         self._json_limits = json_body.JsonLimits(wire.max_json_depth, wire.max_json_values, wire.max_json_containers)
+        self._whole_bytes = self._json_limits.whole_bytes
         self._card: ModelCard | None = None
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="assay-text")
 
@@ -179,7 +180,7 @@ class RequestHandler:
 
     def _json_object(self, data: bytes) -> dict[str, Any]:
         """Parses a body, a large one in pieces. Raises ApiError for one that is wrong or beyond the limits."""
-        large = json_body.is_large(data, self._json_limits)
+        large = len(data) > self._whole_bytes
         try:
             value = json_body.read(data, self._json_limits) if large else from_json(data, allow_inf_nan=False)
         except json_body.TooDeep:

@@ -54,12 +54,10 @@ class JsonLimits:
     values: int
     containers: int
 
-
-def is_large(data: bytes, limits: JsonLimits) -> bool:
-    """Returns whether a body must be read in pieces, or may have more than the limits allow."""
-    if len(data) > PIECE_BYTES or data.count(b",") > limits.values:
-        return True
-    return len(data) > limits.containers and sum(map(data.count, (b"[", b"{", b":"))) > limits.containers
+    @property
+    def whole_bytes(self) -> int:
+        """Returns the bytes of a body that one call of the parser may read: it cannot hold more than is allowed."""
+        return min(PIECE_BYTES, self.values, self.containers)
 
 
 def read(data: bytes, limits: JsonLimits) -> Any:
