@@ -143,7 +143,7 @@ def fair(found: Seen) -> bool:
 
 @pytest.mark.risk(
     "R17",
-    figure="over HTTP, built-in model, default mode beside other work: 0 of 1,312 small requests refused, longest 1.4 s; "
+    figure="over HTTP, built-in model, default mode, loaded machine: 0 of 1,312 requests refused, longest 1.4 s; "
     "p99 over idle 2.4 (four of n = 128), 9.2 (64 streams with 20 log-probabilities), 2.5 (600 small generations) and "
     "4.1 (twice 4,000 items)",
 )
