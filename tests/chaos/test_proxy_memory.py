@@ -109,7 +109,7 @@ def large() -> Request:
 
 @pytest.mark.risk(
     "S15",
-    figure="four rounds of 400 requests with 30 kB each in any of 11 places: at most 4 MB more in proxy and ingress; of "
+    figure="four rounds of 400 requests with 30 kB in any of 11 places: at most 4 MB more in proxy and ingress; of "
     "100 bodies of 5 MB none",
 )
 def test_strangers_leave_no_memory_behind(tmp_path: Path) -> None:
