@@ -26,10 +26,9 @@ from deployments.api.request_context import (
 from deployments.auth.authenticator import AccessDenied, Authenticator
 from deployments.config.settings import ApiSettings
 from deployments.errors import OPENAI_STATUSES, ApiError, Code
-from deployments.fair_turns import FairTurns
 from deployments.malloc import LARGE_BYTES, TrimAfterLarge
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.proxy_middleware import SCOPE_ID
+from deployments.proxy_middleware import SCOPE_ID, FairTurns
 from deployments.time_limit import TimeLimit
 
 log = logging.getLogger("assay.http")
