@@ -35,15 +35,18 @@ def trim() -> None:
 
 
 class TrimAfterLarge:
-    """Trims the heaps a moment after a large request has ended, at most once in `delay_s`. For one event loop."""
+    """Trims the heaps a moment after a request with a body of `LARGE_BYTES` has ended, at most once in `delay_s`.
+
+    For one event loop.
+    """
 
     def __init__(self, delay_s: float = TRIM_DELAY_S) -> None:
         self._delay_s = delay_s
         self._planned = False
 
-    def ended(self, size: int) -> None:
-        """Notes the end of a request with a body of so many bytes."""
-        if size >= LARGE_BYTES and not self._planned:
+    def ended(self) -> None:
+        """Notes the end of such a request."""
+        if not self._planned:
             self._planned = True
             loop = asyncio.get_running_loop()
             loop.call_later(self._delay_s, self._trim, loop)

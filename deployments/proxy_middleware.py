@@ -1,4 +1,4 @@
-"""Gives each request its id and bounds what its headers do to Serve, as ASGI middleware in front of Serve's own code.
+"""Gives each request its id and its turn, and bounds what its headers do to Serve, in front of Serve's own code.
 
 Serve reads some headers before an application sees the request. It decodes them as UTF-8, so that one byte beyond ASCII
 ends the request with a bare 500, and it keeps every model id that it was ever given. Both work without an API key.
@@ -9,19 +9,20 @@ front of each of its HTTP servers: the proxy by default, each ingress in fast mo
 Serve's proxy imports this module, so it imports little else of ours.
 """
 
+import asyncio
 import base64
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.fair_turns import FairTurns
-from deployments.malloc import give_back_memory
+from deployments.malloc import LARGE_BYTES, TrimAfterLarge, give_back_memory
 
 SCOPE_ID = "assay.request_id"
 """The key under which the scope carries the id. A client cannot set it, while it could set any header."""
@@ -38,6 +39,8 @@ DROPPED = frozenset(
 )
 UNWATCHED = (b"x-request-disconnect-disabled", b"?1")  # spares a request two tasks of Serve's
 DECODED = frozenset((b"x-request-timeout-seconds", b"traceparent", b"tracestate"))  # kept, if Serve can read them
+
+ROUNDS = 4  # of the event loop, between two requests that begin
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -71,6 +74,56 @@ def _in_ingress() -> bool:
     return True
 
 
+class FairTurns:
+    """Lets requests begin one after another, tenants in turn, as fast as the event loop can follow.
+
+    A loop runs what is ready in the order in which it came. Where one tenant sends hundreds of requests together, the
+    first thing that another one sends waits until the loop has begun all of them, and no queue behind it can make up
+    for that. Here the loop begins one request, goes round a few times, which is what the beginning of a request takes,
+    and begins the next one: the requests that wait are in queues by tenant. Another loop begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._queues: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant first
+        self._left = 0  # rounds until the next request may begin
+
+    async def take(self, tenant: Hashable) -> None:
+        """Returns when a request of a tenant may begin: immediately where none waits and the last one has begun."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._left = loop, 0
+            self._queues.clear()
+        if not self._left:
+            self._left = ROUNDS
+            loop.call_soon(self._go_round, loop)
+            return
+        turn: asyncio.Future[None] = loop.create_future()
+        self._queues.setdefault(tenant, deque()).append(turn)
+        await turn
+
+    def _go_round(self, loop: asyncio.AbstractEventLoop) -> None:
+        if loop is not self._loop:
+            return
+        self._left -= 1
+        if not self._left and self._begin_next():
+            self._left = ROUNDS
+        if self._left:
+            loop.call_soon(self._go_round, loop)
+
+    def _begin_next(self) -> bool:
+        """Gives the next tenant's first request its turn. Returns whether there is one whose client still waits."""
+        while self._queues:
+            tenant, queue = self._queues.popitem(last=False)
+            turn = queue.popleft()
+            if queue:
+                self._queues[tenant] = queue  # behind all others
+            if not turn.done():  # else its client has left
+                turn.set_result(None)
+                return True
+        return False
+
+
 class ProxyMiddleware:
     """Takes headers off a request that Serve must not read, and gives it the id that answer, body and logs show.
 
@@ -81,7 +134,9 @@ class ProxyMiddleware:
         """`watched`: Serve is to watch for clients that leave."""
         self._app = app
         self._added = [] if watched else [UNWATCHED]
-        self._turns = FairTurns() if watched else None  # an application gives turns itself, once it knows the key
+        self._in_proxy = watched  # an application gives turns itself, once it knows the key, and trims its own heaps
+        self._turns = FairTurns()
+        self._memory = TrimAfterLarge()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -98,9 +153,26 @@ class ProxyMiddleware:
 
         if scope.get("http_version") == "1.0":
             send = WholeAnswer(send)
-        if self._turns is not None:
-            await self._turns.take(next((value for name, value in headers if name == b"authorization"), b""))
-        await self._app({**scope, "headers": headers, SCOPE_ID: request_id}, receive, send_with_client_id)
+        named = {**scope, "headers": headers, SCOPE_ID: request_id}
+        if not self._in_proxy:
+            await self._app(named, receive, send_with_client_id)
+            return
+        await self._turns.take(next((value for name, value in headers if name == b"authorization"), b""))
+        try:
+            await self._app(named, receive, send_with_client_id)
+        finally:
+            if _declared_bytes(headers) >= LARGE_BYTES:
+                self._memory.ended()
+
+
+def _declared_bytes(headers: Headers) -> int:
+    """Returns the length that a request declares for its body. One that is sent in chunks may be large."""
+    for name, value in headers:
+        if name == b"content-length" and len(value) < 19 and value.isdigit():
+            return int(value)
+        if name == b"transfer-encoding":
+            return LARGE_BYTES
+    return 0
 
 
 class WholeAnswer:

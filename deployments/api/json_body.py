@@ -52,7 +52,7 @@ def read_object(data: bytes, items: Collection[str], limits: JsonLimits) -> dict
         ApiError: The body is anything else (400), or has too many values (413).
     """
     data, parse = data.removeprefix(BOM_UTF8), Parser()
-    large = json_pieces.is_large(data, limits)
+    large = len(data) > limits.whole_bytes
     try:
         value = json_pieces.read(data, limits, parse) if large else parse(data)
     except TooDeep:

@@ -10,7 +10,7 @@ make what one call of the parser would make, wherever the cuts are.
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,13 +47,11 @@ class JsonLimits:
     depth: int
     values: int
     containers: int
+    whole_bytes: int = field(init=False)
+    """Bytes of a body that one call of the parser may read: it cannot hold more than is allowed."""
 
-
-def is_large(data: bytes, limits: JsonLimits) -> bool:
-    """Returns whether a body must be read in pieces, or may have more than the limits allow."""
-    if len(data) > PIECE_BYTES or data.count(b",") > limits.values:
-        return True
-    return len(data) > limits.containers and sum(map(data.count, (b"[", b"{", b":"))) > limits.containers
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "whole_bytes", min(PIECE_BYTES, self.values, self.containers))
 
 
 def read(data: bytes, limits: JsonLimits, parse: Callable[[bytes], Any]) -> Any:

@@ -26,10 +26,9 @@ from deployments.api.request_context import (
 from deployments.auth.authenticator import AccessDenied, Authenticator
 from deployments.config.settings import ApiSettings
 from deployments.errors import OPENAI_STATUSES, ApiError, Code
-from deployments.fair_turns import FairTurns
-from deployments.malloc import TrimAfterLarge
+from deployments.malloc import LARGE_BYTES, TrimAfterLarge
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.proxy_middleware import SCOPE_ID
+from deployments.proxy_middleware import SCOPE_ID, FairTurns
 from deployments.time_limit import TimeLimit
 
 log = logging.getLogger("assay.http")
@@ -182,7 +181,8 @@ class RequestMiddleware:
             self._requests -= 1
             self._body_bytes -= context.body_bytes
             self._observer.body(-context.body_bytes)
-            self._memory.ended(context.body_bytes)
+            if context.body_bytes >= LARGE_BYTES:
+                self._memory.ended()
 
     def _max_body(self, context: RequestContext) -> tuple[int, str]:
         """Returns the bytes that the body may have, and the limit that says so."""

@@ -80,7 +80,11 @@ async def first_use(url: str) -> None:
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.risk("R18")
+@pytest.mark.risk(
+    "R18",
+    figure="2 minutes, 61 bodies of up to the limit: ingress 646 MB before, 1,085 at the end, 741 soon after; proxy "
+    "105 MB more",
+)
 def test_memory_comes_back_after_bodies_of_up_to_the_limit(tmp_path: Path) -> None:
     with served("cpu.yaml", tmp_path, START_S) as url:
         asyncio.run(first_use(url))

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from deployments.fair_turns import ROUNDS, FairTurns
+from deployments.proxy_middleware import ROUNDS, FairTurns
 
 MANY = 300
 BEGINNING_S = 0.001  # of the loop, for each request

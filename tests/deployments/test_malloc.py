@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from deployments import malloc
-from deployments.malloc import LARGE_BYTES, TrimAfterLarge
+from deployments.malloc import TrimAfterLarge
 
 SCRIPT = """
 import psutil, sys
@@ -51,7 +51,7 @@ def test_as_glibc_comes_they_would_stay() -> None:
 
 SMALL_BLOCKS = """
 import asyncio, psutil, sys
-from deployments.malloc import LARGE_BYTES, TrimAfterLarge, give_back_memory
+from deployments.malloc import TrimAfterLarge, give_back_memory
 give_back_memory()
 own = psutil.Process()
 start = own.memory_info().rss
@@ -61,7 +61,7 @@ async def run():
     last = texts[-1]  # stays, behind all others
     texts.clear()
     if sys.argv[1] == "trimmed":
-        TrimAfterLarge(0.01).ended(LARGE_BYTES)
+        TrimAfterLarge(0.01).ended()
         await asyncio.sleep(0.05)  # then it has begun, and the loop's end waits for it
     return last
 
@@ -85,16 +85,12 @@ def test_without_trimming_they_would_stay() -> None:
     assert left_of_small_blocks("as it comes") > 5 * BOUND_MB
 
 
-async def test_it_trims_once_for_many_and_not_for_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_trims_once_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     trims = list[None]()
     monkeypatch.setattr(malloc, "trim", lambda: trims.append(None))
     memory = TrimAfterLarge(0.01)
-    for size in (0, LARGE_BYTES - 1):
-        memory.ended(size)
-    await asyncio.sleep(0.03)
-    assert not trims
     for _ in range(10):
-        memory.ended(LARGE_BYTES)
+        memory.ended()
     while not trims:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.03)
