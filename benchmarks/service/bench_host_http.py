@@ -194,13 +194,13 @@ class DecodeSteps(NamedTuple):
     """Counts the decode steps of a replica since its start."""
 
     seconds: float
-    count: float
+    steps: float
     rows: float
 
     def of_device(self, before: "DecodeSteps", device: float) -> float | None:
         """Returns the time of the steps since `before`, in times of what the device alone takes for them."""
-        seconds, count, rows = (now - then for now, then in zip(self, before, strict=True))
-        return seconds * device / (DECODE_S * count + ROW_S * rows) if count > 0 else None
+        seconds, steps, rows = (now - then for now, then in zip(self, before, strict=True))
+        return seconds * device / (DECODE_S * steps + ROW_S * rows) if steps > 0 else None
 
 
 class ClockService:
