@@ -71,7 +71,8 @@ class SizeIndex(Generic[K]):
 
     def get(self, key: K) -> float:
         """Returns the size of a key, 0 where it has none."""
-        return self._sizes.get(key, 0)
+        size: float = self._sizes.get(key, 0)
+        return size
 
     def set(self, key: K, size: float) -> None:
         """Gives a key its size; one that is not above 0 removes it."""

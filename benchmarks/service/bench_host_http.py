@@ -194,13 +194,13 @@ class DecodeSteps(NamedTuple):
     """Counts the decode steps of a replica since its start."""
 
     seconds: float
-    count: float
+    steps: float
     rows: float
 
     def of_device(self, before: "DecodeSteps", device: float) -> float | None:
         """Returns the time of the steps since `before`, in times of what the device alone takes for them."""
-        seconds, count, rows = (now - then for now, then in zip(self, before, strict=True))
-        return seconds * device / (DECODE_S * count + ROW_S * rows) if count > 0 else None
+        seconds, steps, rows = (now - then for now, then in zip(self, before, strict=True))
+        return seconds * device / (DECODE_S * steps + ROW_S * rows) if steps > 0 else None
 
 
 class ClockService:
@@ -256,7 +256,8 @@ class ClockService:
                 process.join()
         used.subtract(before)
         row = self._row(case, figures, used)
-        row["step_of_device"] = self.decode_steps().of_device(steps, self.device)
+        if case.kind != "score":  # beside scores there are the canaries' decode steps alone
+            row["step_of_device"] = self.decode_steps().of_device(steps, self.device)
         return row
 
     def _row(self, case: LoadCase, figures: Sequence[ClientFigures], used: Counter[str]) -> Row:
