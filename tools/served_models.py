@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def served_models() -> list[SupportedModel]:
         *_architectures(ENCODERS, AutoModel, POOLED, TESTS["encoder"]),
         *_architectures({"qwen3": lambda: config_of("qwen3")}, AutoModel, POOLED, TESTS["vectors"]),
         *_architectures(
-            {name: (lambda name=name: config_of(name)) for name in declared.FAMILIES},
+            {name: partial(config_of, name) for name in declared.FAMILIES},
             AutoModelForCausalLM,
             DECLARED,
             TESTS["declared"],

@@ -1,5 +1,5 @@
-"""huggingface_hub's client, LangChain's and LlamaIndex's of text-embeddings-inference (/embed, /predict), and Jina's
-embeddings (/v1/embeddings)."""
+"""huggingface_hub's client and LlamaIndex's of text-embeddings-inference (/embed, /predict), and Jina's embeddings
+(/v1/embeddings)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +70,7 @@ def vectors(folder: Path, texts: list[str]) -> npt.NDArray[np.float32]:
     return found
 
 
-@pytest.mark.parametrize("client", ["hub", "hub_batch", "hub_async", "llama_index", "langchain", "jina"])
+@pytest.mark.parametrize("client", ["hub", "hub_batch", "hub_async", "llama_index", "jina"])
 def test_vectors_are_the_librarys(told: Any, embedder: Path, client: str) -> None:
     wanted = F.normalize(torch.from_numpy(vectors(embedder, TEXTS)), dim=1).numpy()
     assert np.abs(np.array(told[client]) - wanted).max() < TOLERANCE

@@ -1,4 +1,4 @@
-"""Haystack 3.4: a chat generator's answers, plain and streamed, and its errors."""
+"""Haystack 3.4: a chat generator's answers, plain and streamed, and its errors; the rankers for Cohere and Jina."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,3 +21,18 @@ def test_texts_and_streams_are_the_librarys_greedy_answer(told: Any, reference: 
 
 def test_an_error_has_its_status(told: Any) -> None:
     assert told["status"] == 422
+
+
+@pytest.mark.parametrize("ranker", ["cohere", "jina"])
+def test_rankers_order_documents_as_the_library(
+    url: str,
+    run_client: Callable[..., Any],
+    query: str,
+    documents: list[str],
+    ranking: Any,
+    same_ranking: Any,
+    ranker: str,
+) -> None:
+    found = run_client("haystack_rankers", {"url": url, "query": query, "documents": documents})[ranker]
+    same_ranking(found, ranking)
+    assert [one["text"] for one in found] == [documents[index] for index, _ in ranking]

@@ -44,6 +44,7 @@ async def score_conversations(
     conversations: Sequence[Sequence[Message]],
     options: PoolingInput,
     request_id: str,
+    field: str = "messages",
 ) -> PairScores:
     """Scores each conversation as the chat template writes it.
 
@@ -54,12 +55,13 @@ async def score_conversations(
         conversations: At least one, [N].
         options: Says how the messages are rendered and cut, and holds `cache_salt` and `priority`.
         request_id: Id of the request.
+        field: Name of the request's field that has an entry for each conversation, for errors.
 
     Raises:
         ApiError: The head gives no single number; or a conversation is too long, or gave a number that is not finite.
         ScoringError: The chat template refuses a conversation.
     """
-    head, field = conversation_head(handler, card), "messages"
+    head = conversation_head(handler, card)
     prompting = bool(options.add_generation_prompt)  # a head judges what was said
     options = options.model_copy(update={"add_generation_prompt": prompting})
     items = [await chat_ids(handler, context, options, messages) for messages in conversations]

@@ -154,7 +154,8 @@ async def _scored_conversations(
     options = {name: getattr(body, name) for name in names}
     options["truncation_side"] = _either(body, "truncation_side", "truncation_direction")
     read = PoolingInput.model_construct(**options)
-    return documents, await score_conversations(handler, context, card, conversations, read, request_id)
+    found = await score_conversations(handler, context, card, conversations, read, request_id, documents.field)
+    return documents, found
 
 
 def _documents(handler: RequestHandler, context: RequestContext, body: RerankRequest, field: str) -> Documents:

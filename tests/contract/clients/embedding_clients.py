@@ -1,7 +1,7 @@
 """Clients of text-embeddings-inference and of Jina. Arguments: url, part (embed or predict), texts.
 
-huggingface_hub's InferenceClient is the client that text-embeddings-inference documents; LangChain and LlamaIndex have
-their own of both services.
+huggingface_hub's InferenceClient is the client that text-embeddings-inference documents; LlamaIndex has its own of
+both services.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ os.environ.pop("HF_HUB_OFFLINE", None)  # the hub's client would refuse to reach
 
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
-from langchain_huggingface import HuggingFaceEndpointEmbeddings
 from llama_index.embeddings.jinaai import JinaEmbedding
 from llama_index.embeddings.text_embeddings_inference import TextEmbeddingsInference
 
@@ -43,7 +42,6 @@ def embedded(url: str, texts: list[str]) -> dict[str, Any]:
         "hub_async": asyncio.run(asynchronous(embed, texts)),
         "hub_raw": hub.feature_extraction(texts, model=embed, normalize=False).tolist(),
         "llama_index": tei.get_text_embedding_batch(texts),
-        "langchain": HuggingFaceEndpointEmbeddings(model=embed).embed_documents(texts),
         "jina": jina.get_text_embedding_batch(texts),
         "long": told(lambda: hub.feature_extraction("long " * 1000, model=embed)),
         "cut": len(hub.feature_extraction("long " * 1000, model=embed, truncate=True)),
