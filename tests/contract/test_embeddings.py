@@ -1,5 +1,4 @@
-"""huggingface_hub's client and LlamaIndex's of text-embeddings-inference (/embed, /predict), and Jina's embeddings
-(/v1/embeddings)."""
+"""huggingface_hub's client and LlamaIndex's of text-embeddings-inference (/embed, /predict)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from tests.support.model_folders import write_json
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
-TEXTS = ["A red chair.", "日本語 🙂", "a longer text " * 9]
+TEXTS = ["A red chair.", "日本語 🙂", "a longer text, " * 9 + "the end"]  # LlamaIndex strips spaces at the ends
 TOLERANCE = 1e-5
 
 
@@ -70,7 +69,7 @@ def vectors(folder: Path, texts: list[str]) -> npt.NDArray[np.float32]:
     return found
 
 
-@pytest.mark.parametrize("client", ["hub", "hub_batch", "hub_async", "llama_index", "jina"])
+@pytest.mark.parametrize("client", ["hub", "hub_batch", "hub_async", "llama_index"])
 def test_vectors_are_the_librarys(told: Any, embedder: Path, client: str) -> None:
     wanted = F.normalize(torch.from_numpy(vectors(embedder, TEXTS)), dim=1).numpy()
     assert np.abs(np.array(told[client]) - wanted).max() < TOLERANCE
@@ -80,16 +79,15 @@ def test_vectors_keep_their_length_where_the_client_says_so(told: Any, embedder:
     assert np.abs(np.array(told["hub_raw"]) - vectors(embedder, TEXTS)).max() < TOLERANCE
 
 
-def test_labels_are_the_librarys(told: Any, classifier: tuple[Path, Any]) -> None:
+def test_the_best_label_is_the_librarys(told: Any, classifier: tuple[Path, Any]) -> None:
     folder, plain = classifier
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for text, found in zip(TEXTS, told["labels"], strict=True):
         with torch.no_grad():
             wanted = plain(input_ids=torch.tensor([tokenizer.encode(text).ids])).logits[0].softmax(-1).tolist()
-        assert {one["label"]: one["score"] for one in found} == pytest.approx(
-            dict(zip(("bad", "so-so", "good"), wanted, strict=True)), abs=TOLERANCE
-        )
-        assert [one["score"] for one in found] == sorted((one["score"] for one in found), reverse=True)
+        best = int(np.argmax(wanted))
+        assert found["label"] == ("bad", "so-so", "good")[best]
+        assert found["score"] == pytest.approx(wanted[best], abs=TOLERANCE)
 
 
 def test_a_text_that_is_too_long_is_refused_or_cut(told: Any) -> None:

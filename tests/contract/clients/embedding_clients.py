@@ -1,7 +1,7 @@
-"""Clients of text-embeddings-inference and of Jina. Arguments: url, part (embed or predict), texts.
+"""Clients of text-embeddings-inference. Arguments: url, part (embed or predict), texts.
 
-huggingface_hub's InferenceClient is the client that text-embeddings-inference documents; LlamaIndex has its own of
-both services.
+huggingface_hub's InferenceClient is the client that text-embeddings-inference documents; LlamaIndex has one
+of its own.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ os.environ.pop("HF_HUB_OFFLINE", None)  # the hub's client would refuse to reach
 
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
-from llama_index.embeddings.jinaai import JinaEmbedding
 from llama_index.embeddings.text_embeddings_inference import TextEmbeddingsInference
 
 
@@ -35,22 +34,21 @@ async def asynchronous(url: str, texts: list[str]) -> Any:
 def embedded(url: str, texts: list[str]) -> dict[str, Any]:
     embed, hub = f"{url}/embed", InferenceClient()
     tei = TextEmbeddingsInference(model_name="any", base_url=url, text_instruction="", query_instruction="")
-    jina = JinaEmbedding(model="embedder", api_key="any", base_url=f"{url}/v1", task=None)
     return {
         "hub": [hub.feature_extraction(text, model=embed)[0].tolist() for text in texts],
         "hub_batch": hub.feature_extraction(texts, model=embed).tolist(),
         "hub_async": asyncio.run(asynchronous(embed, texts)),
         "hub_raw": hub.feature_extraction(texts, model=embed, normalize=False).tolist(),
         "llama_index": tei.get_text_embedding_batch(texts),
-        "jina": jina.get_text_embedding_batch(texts),
         "long": told(lambda: hub.feature_extraction("long " * 1000, model=embed)),
         "cut": len(hub.feature_extraction("long " * 1000, model=embed, truncate=True)),
     }
 
 
 def labelled(url: str, texts: list[str]) -> dict[str, Any]:
-    answers = [InferenceClient().text_classification(text, model=f"{url}/predict") for text in texts]
-    return {"labels": [[{"label": one.label, "score": one.score} for one in each] for each in answers]}
+    """The client keeps the first label of an answer, which is the best."""
+    found: list[Any] = [InferenceClient().text_classification(text, model=f"{url}/predict") for text in texts]
+    return {"labels": [{"label": one.label, "score": one.score} for one in found]}
 
 
 def main(given: Path, answer: Path) -> None:
