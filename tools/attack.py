@@ -284,15 +284,13 @@ def costly(routes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     texts = [unit * (200_000 // len(unit.encode())) for unit in ("a", " ", "\u0301", "\U0001f600", "a red chair ")]
     generation = {"n": 16, "max_tokens": 60, "logprobs": 20}
     chat = {"n": 16, "max_tokens": 60, "logprobs": True, "top_logprobs": 20}
+    values: list[list[Any]] = [[0.5] * 500_000, [[]] * 500_000, ["a"] * 500_000]
     found: dict[str, list[dict[str, Any]]] = {
         "/tokenize": [{"prompt": text, "return_token_strs": True} for text in texts],
         "/detokenize": [{"tokens": [token] * 100_000} for token in (5, 300)],
         "/v1/completions": [{"prompt": "a", **generation}, {"prompt": "a", "stream": True, **generation}]
         + [{"prompt": text, "max_tokens": 1} for text in texts]
-        + [
-            {"prompt": "a", "max_tokens": 1, "user": user}
-            for user in ([0.5] * 500_000, [[]] * 500_000, ["a"] * 500_000)
-        ],
+        + [{"prompt": "a", "max_tokens": 1, "user": user} for user in values],
         "/v1/chat/completions": [{"messages": MESSAGES, **chat}],
         "/generative_scoring": [
             {"query": "a", "items": ["a"] * 1000, "label_token_ids": list(range(50)), "layout": layout}

@@ -1,6 +1,7 @@
-"""IncrementalDecoder: text from a growing list of token ids, without decoding the whole list again."""
+"""Text of a growing list of token ids, without decoding the whole list again, up to its stop strings."""
 
 from collections.abc import Callable, Container, Sequence
+from typing import NamedTuple
 
 REPLACEMENT = "\ufffd"
 MAX_HELD = 16  # tokens; a UTF-8 character has four bytes, so a longer tail of replacements is garbage, not a wait
@@ -64,3 +65,117 @@ class IncrementalDecoder:
             del self._window[self._known :]
         self._known = len(self._window)
         return piece
+
+
+class StopMatch(NamedTuple):
+    """Holds text that can be sent, and the stop string that ended it."""
+
+    text: str  # up to the stop string if one was found
+    stop: str | None
+
+
+class StopMatcher:
+    """Finds the stop string that ends first (the longest one, if several do), however the text is cut into pieces."""
+
+    def __init__(self, stops: Sequence[str], include: bool) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+        self._longest = max(map(len, stops), default=0)
+
+    def push(self, text: str) -> StopMatch:
+        """Adds text, and holds back its end while that may begin a stop string."""
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, start, stop = min(found)
+            self._held = ""
+            return StopMatch(text[: end if self._include else start], stop)
+        keep = self._unsure(text)
+        self._held = text[len(text) - keep :]
+        return StopMatch(text[: len(text) - keep], None)
+
+    def finish(self) -> str:
+        """Returns the rest when no more text follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _unsure(self, text: str) -> int:
+        """Returns how many of the last characters may begin a stop string."""
+        for size in range(min(len(text), self._longest - 1), 0, -1):
+            tail = text[-size:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return size
+        return 0
+
+
+class TextPiece(NamedTuple):
+    """Holds the text that a run of tokens adds to a branch."""
+
+    text: str
+    used: int  # tokens that belong to the branch: fewer than given once a stop string is complete
+    offsets: list[int]  # characters decoded before each used token; empty unless requested
+    stop: str | None
+
+
+class BranchText:
+    """Detokenises one branch and watches for its stop strings. Ids and log-probabilities are never held back."""
+
+    def __init__(
+        self,
+        decoder: IncrementalDecoder,
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        offsets: bool = False,
+        start: int = 0,
+    ) -> None:
+        """Keeps the options of the branch.
+
+        Args:
+            decoder: Turns token ids into text.
+            stops: The stop strings.
+            include_stop: Keep a stop string in the text.
+            min_tokens: The text of so many first tokens never counts as a stop string.
+            offsets: Report the character at which each token begins.
+            start: The first offset.
+        """
+        self._decoder = decoder
+        self._matcher = StopMatcher(stops, include_stop) if stops else None
+        self._min_tokens = min_tokens
+        self._offsets = offsets
+        self._count = 0  # tokens
+        self._length = start  # characters decoded
+
+    def push(self, ids: Sequence[int]) -> TextPiece:
+        """Adds tokens."""
+        if self._matcher is None and not self._offsets:
+            return TextPiece(self._decoder.push(ids), len(ids), [], None)
+        text, offsets = "", []
+        for used, token in enumerate(ids, 1):
+            offsets.append(self._length)
+            new = self._decoder.push([token])
+            self._length += len(new)
+            self._count += 1
+            match = self._match(new)
+            text += match.text
+            if match.stop is not None:
+                return TextPiece(text, used, offsets, match.stop)
+        return TextPiece(text, len(ids), offsets, None)
+
+    def offset(self) -> int:
+        """Returns the characters decoded so far."""
+        return self._length
+
+    def finish(self) -> StopMatch:
+        """Returns the rest when no more tokens follow. It may still complete a stop string."""
+        match = self._match(self._decoder.finish())
+        if match.stop is None and self._matcher is not None:
+            return StopMatch(match.text + self._matcher.finish(), None)
+        return match
+
+    def _match(self, text: str) -> StopMatch:
+        if self._matcher is None or self._count <= self._min_tokens:
+            return StopMatch(text, None)
+        return self._matcher.push(text)

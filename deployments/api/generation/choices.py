@@ -9,10 +9,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from deployments.api.generation.request_builder import GenerationPlan
-from deployments.api.generation.stop_strings import BranchText
 from deployments.errors import invalid
 from deployments.protocol import PromptScores
 from engine.requests import FinishReason, GenerateChunk
+from engine.tokenizer.detokenizer import BranchText
 from engine.tokenizer.tokenizer import Tokenizer
 from scoring.normalize import MIN_LOGPROB
 

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from deployments.api.generation.stop_strings import BranchText
 from deployments.api.handler import TEXT_COST, RequestHandler, check_ids
 from deployments.api.request_context import RequestContext, new_id, new_seed
 from deployments.api.schemas.generation import CompletionRequest, GenerationRequest
 from deployments.errors import ApiError, invalid, unsupported
 from deployments.protocol import GenerateCall, ModelCard
 from engine.requests import GenerateRequest
+from engine.tokenizer.detokenizer import BranchText
 from engine.tokenizer.tokenizer import Tokenizer
 from gpu_sampler.sampling_params import SamplingLimits, SamplingParams
 from scoring.row_builder import cut_ids

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from deployments.api.app import build_api
-from deployments.api.generation.stop_strings import BranchText, StopMatcher
 from deployments.config.settings import SamplingDefaults
+from engine.tokenizer.detokenizer import BranchText, StopMatcher
 from tests.support.toy_model import ByteTokenizer
 
 FleetOf = Callable[..., Awaitable[Any]]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.api.generation.stop_strings import BranchText, StopMatcher
+from engine.tokenizer.detokenizer import BranchText, StopMatcher
 from tests.support.toy_model import ByteTokenizer
 
 texts = st.text("ab", max_size=14)
