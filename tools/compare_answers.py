@@ -36,7 +36,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ READY_S = 300.0
 STOP_S = 90.0
 ANSWER_S = 120.0
 POLL_S = 0.25
-MAX_SHOWN = 5  # differences of one answer
+MAX_SHOWN = 5  # differences of one answer that are printed
 MAX_SHOWN_CHARS = 160
 ROUNDING = 2e-5  # of a float and its counterpart, relative above 1: sums of float32 in another order
 ROUNDED = " (rounding)"
@@ -213,8 +213,12 @@ ON_PURPOSE = (
     Change("/score takes pairs too", ".* POST (/v1)?/score .*", r"body\.error\.(details\[0\]\.)?(message|param)"),
     Change("/score takes pairs too", ".* POST (/v1)?/score .*", r"body\.error\.details \(length\)"),
     Change(
-        "messages may stand in place of items", ".* POST /generative_scoring .*", r"body\.error\.details \(length\)"
+        "messages may stand in place of items",
+        r".* POST (/generative_scoring|(/v\d)?/rerank) .*",
+        r"body\.error\.details \(length\)",
     ),
+    Change("messages may stand in place of a query", ".* POST /rerank .*", base='"`query` must be a string.*"'),
+    Change("a message may be a guard's context", where=r"body\.error\..*", new=".* 'tool' or 'context'.*"),
     Change(
         "documents may be parts of text",
         where=r"body\.(error\.)?(details\[0\]\.)?(message|detail)",
@@ -235,6 +239,16 @@ ON_PURPOSE = (
         new=r'"The body must be at most .* \(`.*`\)\. .*"',
     ),
     Change("more limits", ".* GET /v1/models.*", r"body(\.data\[0\])?\.assay\.limits \(keys\)"),
+    Change(
+        "documents come back as the client's own service returns them",
+        ".* POST (/v1)?/rerank.*",
+        r"body\.results\[\d+\] \(keys\)",
+        "index, relevance_score(, truncated)?",
+        "index, relevance_score, document(, truncated)?",
+    ),
+    Change("items that failed are in a header too", ".*", "headers", new=r"x-assay-failed-items: .*"),
+    Change("x-request-id is the id of body and logs", ".*", "headers", NOTHING, "x-request-id: req-ID"),
+    Change("a refusal tells what was given", base=r'".* Given: given\."', new=r'".* Given: .*\."'),
     Change("the id names its route", where=r"body\.id", base='"score-ID"', new='"generative-scoring-ID"'),
     Change("new metrics", ".* GET /metrics .*", "series", NOTHING),
     Change("the document has new routes and fields", ".* GET /openapi.json .*", r"body\..*"),
@@ -488,8 +502,7 @@ def _places(title: str, where: str, base: Any, new: Any) -> list[Difference]:
             rounded, largest = rounded + 1, max(largest, distance)
         else:
             found.append(Difference(title, f"{where}{path}", *values))
-    shown = list(islice(found, MAX_SHOWN))
-    return shown + ([Difference(title, where + ROUNDED, f"{rounded} values", f"{largest:.1e}")] if rounded else [])
+    return found + ([Difference(title, where + ROUNDED, f"{rounded} values", f"{largest:.1e}")] if rounded else [])
 
 
 def _distance(path: str, base: str, new: str) -> float:
@@ -674,12 +687,14 @@ def main(arguments: list[str]) -> int:
 def report(base: Path, new: Path) -> int:
     """Prints the differences of two recordings. Returns 1 if there are any that are not on purpose, else 0."""
     answers = read(base), read(new)
-    found, wanted = [], Counter[str]()
+    found, wanted, shown = [], Counter[str](), Counter[str]()
     for difference in compare(*answers):
         why = next((change.why for change in ON_PURPOSE if change.covers(difference)), None)
         if why is None:
             found.append(difference)
-            print(difference)
+            shown[difference.request] += 1
+            if shown[difference.request] <= MAX_SHOWN:
+                print(difference)
         else:
             wanted[why] += 1
     for why, count in wanted.items():
