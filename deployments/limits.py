@@ -17,7 +17,7 @@ class WireLimits:
     max_header_bytes: int = 32_768
     max_json_depth: int = 64
     max_json_values: int = 2_097_152
-    max_json_containers: int = 786_432
+    max_json_containers: int = 262_144
     max_prompts: int = 1024
     max_messages: int = 1024
     max_rows: int = 8192

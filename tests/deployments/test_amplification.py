@@ -2,6 +2,7 @@
 each byte of a request, and the event loop beside ten requests of the worst kind."""
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,9 +17,11 @@ from deployments.api import handler, json_pieces
 from deployments.api.app import build_api
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import ApiSettings, ChatSettings, SamplingDefaults
+from deployments.garbage_collection import collect_rarely
 from deployments.limits import WireLimits
 from deployments.replica.replica import ReplicaServer
 from engine.tokenizer.tokenizer import load_tokenizer
+from engine.utils import garbage_collection
 from tests.support import toy_model
 
 pytestmark = pytest.mark.timeout(600)
@@ -131,6 +134,10 @@ async def api(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     server = ReplicaServer(args, "r1")
     await server.start(toy_model.ToyModel(vocab_size=VOCABULARY, num_slots=65_536))
     tokenizer = load_tokenizer("builtin")
+    monkeypatch.setattr(garbage_collection, "sweep", lambda *, idle: None)  # an ingress has no engine in its process
+    thresholds = gc.get_threshold()
+    gc.enable()
+    collect_rarely()
 
     def make(**limits: int) -> FastAPI:
         settings: ApiSettings = args.api_settings(SamplingDefaults(), {})
@@ -139,6 +146,7 @@ async def api(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         return build_api(backend_of(server), tokenizer, replace(settings, limits=replace(settings.limits, wire=wire)))
 
     yield make
+    gc.set_threshold(*thresholds)
     server.stop()
 
 
