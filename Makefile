@@ -12,7 +12,7 @@ TESTS ?=
 JOBS ?= 2
 # Real clients, each in an environment of its own under .venv-contract: files tests/contract/test_<client>.py.
 CLIENTS ?= openai cohere lm_eval langchain llama_index litellm node pydantic_ai rerankers haystack instructor \
-	promptfoo load_tools assay_client docs
+	promptfoo load_tools embeddings assay_client docs
 PROMETHEUS := .prometheus/usr/bin
 PICTURES ?=
 KERNELS := tests/gpu_sampler/kernels
