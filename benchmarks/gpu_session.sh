@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs what needs a GPU, a stage at a time, on a machine whose python3 has torch and Triton for it:
 #
-#     sh benchmarks/gpu_session.sh OUT STAGE...     stages: suite paired kernels work startup http streams
+#     sh benchmarks/gpu_session.sh OUT STAGE...     stages: suite paired kernels work startup http streams loads numerics
 #
 # Each stage writes its results below OUT and ends by itself; STAGE_S (default 540) bounds it in seconds. Variables:
 #     BASE       a checkout to compare with, for `paired` (commit 635edbb, with the module paths of that commit)
@@ -9,10 +9,11 @@
 #     RESUME     the outcomes of an earlier `suite`: what passed on the same sources is left out
 #     SHAPE      the model of `http` and `streams`: qwen3-0.6b (default) or qwen3-8b
 #     INGRESSES  ingress replicas of `http` and `streams` (default 6)
+#     SERVED     the checkout that `http` and `streams` serve (default: this one), and TAG, a word for the names of its results
 #
 # `suite`, `paired`, `kernels` and `work` need no Ray. Nothing is installed.
 set -u
-test $# -ge 2 || { sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+test $# -ge 2 || { sed -n '2,16s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 cd "$(dirname "$0")/.." || exit 2
 out=$1; shift
 mkdir -p "$out" || exit 2
@@ -20,6 +21,8 @@ out=$(cd "$out" && pwd)
 limit=${STAGE_S:-540}
 shape=${SHAPE:-qwen3-0.6b}
 port=8000
+served=${SERVED:-$PWD}
+name=$shape${TAG:+-$TAG}
 export PYTHONUNBUFFERED=1
 { nvidia-smi -L; nvidia-smi --query-gpu=driver_version --format=csv,noheader | sort -u; } | tee "$out/machine.txt"
 
@@ -77,7 +80,7 @@ applications:
       model: {path: $folder, device: cuda, random_weights: true, served_name: m}
       engine: {max_running: 256}
       replica: {num_cpus: 1, num_gpus: 1}
-      ingress: {replicas: ${INGRESSES:-6}}
+      ingress: {count: ${INGRESSES:-6}}
 YAML
 }
 
@@ -85,7 +88,8 @@ YAML
 serve() {
     configuration
     since=$(date +%s)
-    setsid python3 -m deployments.cli serve --fast "$out/serve.yaml" >"$out/serve.log" 2>&1 &
+    (cd "$served" && PYTHONPATH="$served:${PYTHONPATH:-}" exec setsid python3 -m deployments.cli serve --fast "$out/serve.yaml") \
+        >"$out/serve.log" 2>&1 &
     server=$!
     until python3 - "$port" <<'PY' 2>/dev/null
 import sys, urllib.request
@@ -109,23 +113,47 @@ startup() {
 
 http() {
     serve || { stop; return 1; }
-    (cd "$LOADERS" && within python3 http_load.py "http://127.0.0.1:$port" m) | tee "$out/http-$shape.jsonl"
+    load_plain
     stop
+}
+
+load_plain() {
+    (cd "$LOADERS" && within python3 http_load.py "http://127.0.0.1:$port" m) | tee "$out/http-$name.jsonl"
 }
 
 streams() {
     serve || { stop; return 1; }
-    for count in 1 16 64 256; do
-        (cd "$LOADERS" && within python3 stream_load.py 127.0.0.1 $port --streams $count) | tee -a "$out/streams-$shape.txt"
-        (cd "$LOADERS" && within python3 stream_load.py 127.0.0.1 $port --streams $count --plain) | tee -a "$out/streams-$shape.txt"
-    done
+    load_streams
     stop
+}
+
+load_streams() {
+    for count in 1 16 64 256; do
+        (cd "$LOADERS" && within python3 stream_load.py 127.0.0.1 $port --streams $count) | tee -a "$out/streams-$name.txt"
+        (cd "$LOADERS" && within python3 stream_load.py 127.0.0.1 $port --streams $count --plain) | tee -a "$out/streams-$name.txt"
+    done
+}
+
+# Both of them against one start.
+loads() {
+    serve || { stop; return 1; }
+    load_plain
+    load_streams
+    stop
+}
+
+# The engine alone with either `engine.numerics`.
+numerics() {
+    for kind in fast invariant; do
+        within python3 -m benchmarks.engine.bench_engine --model benchmarks/models/$shape --random-weights --rounds 2 \
+            --numerics $kind --out "$out/$kind" >"$out/numerics-$kind.log" 2>&1 || echo "$kind: exit $?"
+    done
 }
 
 status=0
 for stage in "$@"; do
     case $stage in
-        suite | paired | kernels | work | startup | http | streams) echo "== $stage"; $stage || status=1 ;;
+        suite | paired | kernels | work | startup | http | streams | loads | numerics) echo "== $stage"; $stage || status=1 ;;
         *) echo "unknown stage: $stage" >&2; exit 2 ;;
     esac
 done

@@ -273,12 +273,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help=f"of the workloads, beside a first ({ROUNDS} on CUDA, 1 on a CPU)")
     parser.add_argument("--workloads", default="decode256,rerank,long-query,classify")
     parser.add_argument("--prompts", default="", help="lengths of prompts whose log-probabilities are timed, by commas")
+    parser.add_argument("--numerics", default="fast", choices=("fast", "invariant"), help="`engine.numerics`")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
     model_config = ModelConfig(path=args.model, random_weights=args.random_weights, max_model_len=args.max_model_len)
     own = {} if args.token_budget is None else {"token_budget": args.token_budget}
-    config = EngineConfig(max_queued_tokens=1 << 30, **own)  # all jobs are submitted together
+    config = EngineConfig(max_queued_tokens=1 << 30, numerics=args.numerics, **own)  # all jobs are submitted together
     model = load_model(model_config, config)
     engine = Engine(model, config)
     stages: list[Row] = []
