@@ -1,13 +1,21 @@
-"""Measures scoring over 1, 2 and more replicas of one machine, and the failures when one of them is killed.
+"""Measures scores and generations over 1, 2 and more replicas of one machine, and the failures when one is lost.
 
-    python -m benchmarks.fleet.bench_fleet --model benchmarks/models/qwen3-0.6b --random-weights --replicas 1,2 \\
-        --workloads rerank,classify --out benchmarks/results
+    python3 -m benchmarks.fleet.bench_fleet --model benchmarks/models/qwen3-0.6b --random-weights --replicas 1,2 \\
+        --workloads rerank,classify,plain-64,streams-64,streams-256,mixed --paths http --seconds 8 \\
+        --faults killed,frozen,drained --out benchmarks/results
 
 It starts its own Ray in fast mode, with a GPU for each replica where there are any. The load is a closed loop with the
 same number of requests in flight for each replica, sent by `--clients` processes: over HTTP with all ids as JSON, from
 serialised bodies, and without HTTP from processes that each do an ingress's work (`handle`). Every request is new to
-the prefix cache. `ratio` is items/s over those of the first number of replicas. In the end, under the first workload
-over HTTP, the process of one replica is killed: `failed` counts the requests that were not answered with 200.
+the prefix cache. `ratio` is items/s over those of the first number of replicas.
+
+`plain-N` and `streams-N` keep N greedy generations of 128 tokens after 128 others under way for each replica, over HTTP
+only; their `ratio` is that of tokens/s. `mixed` keeps 8 requests of `rerank` and 64 streams under way for each replica
+(`mixed-S-N`: other numbers).
+
+In the end, under `mixed` or else the first workload over HTTP, one replica is killed, frozen or drained, as `--faults`
+says: `failed` counts the requests that were not answered with 200 or whose stream ended with an error, and
+`lost_or_doubled_tokens` by how many tokens the generations that ended well are too short or too long.
 
 Without HAProxy, clients use the ingresses' own ports in turn, as HAProxy would. Results are written after every step,
 and `--limit` ends the run at any point.
@@ -26,9 +34,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fleet.client import OK
 from benchmarks.fleet.client_pool import ClientPool
-from benchmarks.fleet.load import SINGLES, FleetLoad, with_ratio
+from benchmarks.fleet.faults import FAULTS, struck
+from benchmarks.fleet.load import SINGLES, FleetLoad, Workload, with_ratio, workload_of
 from benchmarks.fleet.service import Fleet
 from benchmarks.service.bench_service import served
 from benchmarks.support.report import Row, table, write
@@ -39,8 +47,6 @@ from engine.model.checkpoint import find_folder
 
 CUT_OFF = 3
 WARM_LIMIT_S = 240.0
-BEFORE_S, AFTER_S = 3.0, 3.0  # of load around a replica's death and its replacement
-POLL_S = 0.1
 CORES_A_CLIENT = 4
 MAX_CLIENTS = 8
 CORES_AN_INGRESS = 3  # which spends 3 ms of processor time on a request, whatever its size
@@ -66,38 +72,6 @@ class ResultFile:
 STARTED = time.monotonic()
 
 
-def killed(fleet: Fleet, load: FleetLoad, workload: str, number: int, limit_s: float) -> Row:
-    """Kills one replica's process under load, which goes on until it is replaced or `limit_s` have passed."""
-    retried = fleet.total("assay_retries_total")
-    before, seen = set(fleet.pids()), dict[str, float | None]({"whole_again_s": None})
-
-    def hold() -> None:
-        time.sleep(BEFORE_S)
-        died = time.monotonic()
-        seen["died"], _ = died, fleet.kill()
-        while (passed := time.monotonic() - died) < limit_s:
-            # The dead one's last canary counts for two periods, so that its successor must have been seen.
-            if set(fleet.pids()) - before and passed > 2 * fleet.period_s and fleet.whole():
-                seen["whole_again_s"] = passed
-                break
-            time.sleep(POLL_S)
-        time.sleep(AFTER_S)
-
-    loaded = load.clients.load(load.orders(fleet, workload, number), hold)
-    died = seen["died"] or 0.0
-    since = [one for one in loaded.answers if one.done_s >= died]
-    return {
-        "case": f"{workload}, one replica killed", "path": load.path, "replicas": fleet.count,
-        "sent": len(loaded.answers),
-        "failed": sum(one.status != OK for one in loaded.answers),
-        "in_flight": sum(one.done_s - one.took_s <= died for one in since),
-        "retried": fleet.total("assay_retries_total") - retried,
-        "longest_ms": max((1e3 * one.took_s for one in loaded.answers), default=None),
-        "longest_before_ms": max((1e3 * one.took_s for one in loaded.answers if one.done_s < died), default=None),
-        "whole_again_s": seen["whole_again_s"],
-    }  # fmt: skip
-
-
 def measure(fleet: Fleet, given: argparse.Namespace, record: ResultFile) -> None:
     numbers = iter(range(1, 1000))
     counts = [int(count) for count in given.replicas.split(",")]
@@ -113,12 +87,19 @@ def measure(fleet: Fleet, given: argparse.Namespace, record: ResultFile) -> None
         )
         for path in given.paths.split(","):
             with loads(fleet, given, path) as load:
-                for workload in given.workloads.split(","):
-                    with reported(record, workload):
+                for workload in given.workloads:
+                    if workload.generations and path != "http":
+                        continue
+                    with reported(record, workload.name):
                         record.add(with_ratio(load.row(fleet, workload, next(numbers)), record.rows))
-    if given.kill_limit > 0 and counts[-1] > 1:
-        with loads(fleet, given, "http") as load:
-            record.add(killed(fleet, load, given.workloads.split(",")[0], next(numbers), given.kill_limit))
+    if given.kill_limit <= 0 or counts[-1] < 2:
+        return
+    workload = next((one for one in given.workloads if one.scored and one.generations), given.workloads[0])
+    for fault in given.faults:
+        with reported(record, f"{workload.name}, one replica {fault}"):
+            fleet.deploy(counts[-1], given.start_limit)  # the one before may have left fewer
+            with loads(fleet, given, "http") as load:
+                record.add(struck(fleet, load, workload, next(numbers), fault, given.kill_limit, record.rows))
 
 
 @contextlib.contextmanager
@@ -145,7 +126,7 @@ def arguments_of(given: argparse.Namespace, gpus: int) -> dict[str, Any]:
     folder = find_folder(ModelArgs(path=given.model)) if given.model != "toy" else None
     model = {"path": str(folder.resolve()) if folder and given.model != "builtin" else given.model}
     if folder is not None and not (folder / "tokenizer.json").is_file():
-        model["tokenizer_path"] = "builtin"  # requests are ids: it is never asked for more than the labels' names
+        model["tokenizer_path"] = "builtin"  # requests are ids, and so are the answers that count
     share = {"num_gpus": 1, "num_cpus": 1} if gpus else {"num_cpus": 0.1}
     engine = {} if gpus else {"kv_slots": 65_536, "token_budget": 4096, "max_running": 64}  # as configs/cpu.yaml
     sections = {
@@ -181,6 +162,21 @@ def has_haproxy() -> bool:
     return True
 
 
+def workloads_of(words: str) -> list[Workload]:
+    try:
+        return [workload_of(name) for name in words.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def faults_of(words: str) -> list[str]:
+    found = words.split(",")
+    for fault in found:
+        if fault not in FAULTS:
+            raise argparse.ArgumentTypeError(f"fault must be one of {', '.join(FAULTS)}: {fault!r}")
+    return found
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     cores = os.cpu_count() or 1
     ingresses = max(1, min(MAX_INGRESSES, cores // CORES_AN_INGRESS))
@@ -190,16 +186,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--model", default="builtin")
     option("--random-weights", action="store_true")
     option("--replicas", default="1,2", help="numbers of them, ascending")
-    option("--workloads", default="rerank,long-query,classify")
+    option("--workloads", type=workloads_of, default="rerank,long-query,classify")
     option("--paths", default="http,handle")
     option("--ingresses", type=int, default=ingresses, help="ingress replicas (by the machine's cores)")
     option("--clients", type=int, default=clients, help="client processes (by the machine's cores)")
-    option("--at-once", type=int, help="requests under way for each replica (32 on GPUs, 4 on a CPU)")
+    option("--at-once", type=int, help="scoring requests under way for each replica (32 on GPUs, 4 on a CPU)")
     option("--seconds", type=float, default=15.0, help="of each load; the middle three fifths count")
     option("--args", type=json.loads, default={}, help="more options of the application by section, as JSON")
     option("--plain", action="store_true", help="Serve's defaults in place of fast mode")
     option("--start-limit", type=float, default=240.0, help="seconds in which replicas must start")
-    option("--kill-limit", type=float, default=60.0, help="seconds for a killed replica to be replaced; 0: none is")
+    option("--faults", type=faults_of, default="killed", help=f"what happens to one replica: {', '.join(FAULTS)}")
+    option("--kill-limit", type=float, default=60.0, help="seconds for a lost replica to be replaced; 0: none is lost")
     option("--limit", type=float, default=540.0, help="seconds after which the run ends wherever it is")
     option("--out", type=Path)
     return parser.parse_args(arguments)
@@ -213,9 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     front = "Serve's own proxy" if given.plain else "the ingresses' own ports" if direct else "HAProxy"
     record = ResultFile(
         name=f"fleet-{Path(given.model).name}",
-        notes=f"{given.ingresses} ingresses behind {front}, {given.clients} client processes, {given.at_once} requests "
-        f"under way a replica ({SINGLES} times as many of one item), {given.seconds:g} s a load; load of the machine "
-        f"before it: {system_info.load()}",
+        notes=f"{given.ingresses} ingresses behind {front}, {given.clients} client processes, {given.at_once} scoring "
+        f"requests under way a replica ({SINGLES} times as many of one item), {given.seconds:g} s a load; load of the "
+        f"machine before it: {system_info.load()}",
         out=given.out,
     )
     cut_off = threading.Timer(given.limit, _cut_off, (record,))

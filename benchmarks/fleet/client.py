@@ -2,7 +2,7 @@
 
 It speaks JSON lines on stdin and stdout: it reads an `Order` and writes `true` when it is ready; the next line starts
 the load and the one after ends it; then it writes the answers and its CPU seconds. Requests go to the order's `urls`
-over HTTP; without any they go from the ingress's own dispatcher to the replicas.
+over HTTP; without any, scores go from the ingress's own dispatcher to the replicas.
 """
 
 import asyncio
@@ -11,13 +11,14 @@ import os
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
 
+from benchmarks.fleet.token_counter import StreamCounter, count_tokens
 from benchmarks.support import workloads
 from engine.requests import Int32s
 
@@ -28,19 +29,23 @@ REFUSED_S = 0.1  # until a caller who was not answered with 200 asks again
 OK, BROKEN = 200, 0
 PATIENCE_S = 120.0
 READY_S = 60.0
+PROMPT_TOKENS, NEW_TOKENS = 128, 128  # of a generation
 LINE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Defines a load: requests of `items` items of `item` tokens after `query`, with `at_once` in flight."""
+    """Defines a load: requests of `items` items of `item` tokens after `query`, with `at_once` in flight, beside
+    `generations` in flight, plain or streamed."""
 
-    query: int
-    items: int
-    item: int
     vocab: int
-    at_once: int
     seed: int
+    query: int = 0
+    items: int = 0
+    item: int = 0
+    at_once: int = 0
+    generations: int = 0
+    stream: bool = False
     urls: tuple[str, ...] = ()
     gcs: str = ""  # Ray's address, where no `urls` are given
     args: str = ""  # the application's, as JSON
@@ -49,15 +54,27 @@ class Order:
         return json.dumps(asdict(self))
 
 
+class Reply(NamedTuple):
+    """Holds the status of an answer, and the arrivals of its tokens: their times, and the number of tokens of each."""
+
+    status: int
+    arrived_s: Sequence[float] = ()
+    tokens: Sequence[int] = ()
+
+
 class TimedAnswer(NamedTuple):
-    """Holds one answer; times are of the monotonic clock, which all processes share."""
+    """Holds one answer; times are of the monotonic clock, which all processes share. `arrived_s` and `tokens` are those
+    of `Reply`."""
 
     done_s: float
     took_s: float
     status: int
+    generation: bool = False
+    arrived_s: Sequence[float] = ()
+    tokens: Sequence[int] = ()
 
 
-Ask = Callable[[int], Awaitable[int]]  # caller number: status
+Ask = Callable[[int], Awaitable[Reply]]  # by the caller's number
 
 
 class Requests:
@@ -96,6 +113,15 @@ class Requests:
         between, _, after = rest.partition(b"-2")
         return before, between, after
 
+    def generations(self, *, stream: bool) -> Iterator[bytes]:
+        """Makes JSON bodies of generations. Their answers list ids, because ids may have no text."""
+        fixed = {
+            "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "stream": stream, "return_token_ids": True,
+        }  # fmt: skip
+        while True:
+            prompt = [self._draw.randrange(workloads.FIRST_ID, self._last) for _ in range(PROMPT_TOKENS)]
+            yield json.dumps({"prompt": prompt, **fixed}).encode()
+
     def arrays(self) -> Iterator[tuple[Int32s, Int32s, Int32s]]:
         """Returns the query, the ids of the items and their starts."""
         flat = [(q, np.concatenate(i), np.cumsum([0, *map(len, i)]).astype(np.int32)) for q, i in self._bases]
@@ -111,7 +137,9 @@ class OverHttp:
 
     def __init__(self, order: Order) -> None:
         self._urls = order.urls
-        self._bodies = Requests(order).bodies()
+        self._stream = order.stream
+        requests = Requests(order)
+        self._bodies, self._generations = requests.bodies(), requests.generations(stream=order.stream)
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=PATIENCE_S),
@@ -119,17 +147,46 @@ class OverHttp:
             trust_env=False,
         )
 
-    async def ask(self, caller: int) -> int:
+    async def ask(self, caller: int) -> Reply:
+        """Asks for scores."""
+        return await self._post(caller, "/generative_scoring", next(self._bodies), _read)
+
+    async def generate(self, caller: int) -> Reply:
+        """Asks for a generation. A stream that ends with an error, or early, is a broken answer."""
+        read = _read_stream if self._stream else _read_tokens
+        return await self._post(caller, "/v1/completions", next(self._generations), read)
+
+    async def _post(
+        self, caller: int, path: str, body: bytes, read: Callable[[aiohttp.ClientResponse], Awaitable[Reply]]
+    ) -> Reply:
         url = self._urls[caller % len(self._urls)]
         try:
-            async with self._http.post(f"{url}/generative_scoring", data=next(self._bodies)) as answer:
-                await answer.read()
-                return answer.status
+            async with self._http.post(url + path, data=body) as answer:
+                return await (read if answer.status == OK else _read)(answer)
         except (aiohttp.ClientError, OSError, TimeoutError):
-            return BROKEN
+            return Reply(BROKEN)
 
     async def close(self) -> None:
         await self._http.close()
+
+
+async def _read(answer: aiohttp.ClientResponse) -> Reply:
+    await answer.read()
+    return Reply(answer.status)
+
+
+async def _read_tokens(answer: aiohttp.ClientResponse) -> Reply:
+    body = await answer.read()
+    return Reply(OK, (time.monotonic(),), (count_tokens(body),))
+
+
+async def _read_stream(answer: aiohttp.ClientResponse) -> Reply:
+    counter, arrived, tokens = StreamCounter(), list[float](), list[int]()
+    async for data in answer.content.iter_any():
+        if count := counter.feed(data):
+            arrived.append(time.monotonic())
+            tokens.append(count)
+    return Reply(OK if counter.complete else BROKEN, arrived, tokens)
 
 
 class DirectDispatch:
@@ -165,7 +222,7 @@ class DirectDispatch:
             while not self._board.ready:
                 await asyncio.sleep(0.05)
 
-    async def ask(self, caller: int) -> int:
+    async def ask(self, caller: int) -> Reply:
         from deployments.api.request_context import new_id
         from deployments.errors import ERROR_KINDS, ApiError
         from engine.requests import ScoreRequest
@@ -177,21 +234,23 @@ class DirectDispatch:
         try:
             await self._dispatch.score(task, all_or_nothing=True)
         except ApiError as error:
-            return ERROR_KINDS[error.code].status
-        return OK
+            return Reply(ERROR_KINDS[error.code].status)
+        return Reply(OK)
 
 
-async def load(ask: Ask, at_once: int, first: int, ended: asyncio.Event) -> list[TimedAnswer]:
+async def load(
+    ask: Ask, at_once: int, first: int, ended: asyncio.Event, *, generation: bool = False
+) -> list[TimedAnswer]:
     """Runs `at_once` clients, numbered from `first`, in a closed loop until `ended` is set."""
     found: list[TimedAnswer] = []
 
     async def caller(number: int) -> None:
         while not ended.is_set():
             sent = time.monotonic()
-            status = await ask(number)
+            reply = await ask(number)
             done = time.monotonic()
-            found.append(TimedAnswer(done, done - sent, status))
-            if status != OK:
+            found.append(TimedAnswer(done, done - sent, reply.status, generation, reply.arrived_s, reply.tokens))
+            if reply.status != OK:
                 await asyncio.sleep(REFUSED_S)
 
     async with asyncio.TaskGroup() as group:
@@ -214,7 +273,10 @@ class Client:
             order = Order(**given | {"urls": tuple(given["urls"])})
             over = OverHttp(order) if order.urls else None
             try:
-                await self._obey(over.ask if over else await self._past_http(order), order)
+                if over:
+                    await self._obey(order, over.ask, over.generate)
+                else:
+                    await self._obey(order, await self._past_http(order))
             finally:
                 if over:
                     await over.close()
@@ -224,14 +286,17 @@ class Client:
         await self._past.ready(order)
         return self._past.ask
 
-    async def _obey(self, ask: Ask, order: Order) -> None:
+    async def _obey(self, order: Order, ask: Ask, generate: Ask | None = None) -> None:
         self._say(True)
         await self._lines.readline()
         used, ended = time.process_time(), asyncio.Event()
-        work = asyncio.create_task(load(ask, order.at_once, order.seed, ended))
+        loads = [load(ask, order.at_once, order.seed, ended)]
+        if generate:
+            loads.append(load(generate, order.generations, order.seed, ended, generation=True))
+        work = asyncio.gather(*loads)
         await self._lines.readline()
         ended.set()
-        answers = await work
+        answers = [one for found in await work for one in found]
         self._say({"answers": answers, "cpu_s": time.process_time() - used})
 
 

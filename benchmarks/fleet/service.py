@@ -1,4 +1,4 @@
-"""Starts the application on this machine as `assay serve` does, changes its number of replicas and kills a replica."""
+"""Starts the application on this machine as `assay serve` does, changes its number of replicas and stops one."""
 
 import contextlib
 import json
@@ -180,6 +180,18 @@ class Fleet:
         pid = self.pids()[0]
         os.kill(pid, signal.SIGKILL)
         return pid
+
+    def freeze(self) -> int:
+        """Stops the process of one engine replica with SIGSTOP, and returns its id."""
+        pid = self.pids()[0]
+        os.kill(pid, signal.SIGSTOP)
+        return pid
+
+    def end_frozen(self, pid: int) -> None:
+        """Kills a frozen process that Serve has not killed."""
+        if pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def total(self, metric: str) -> float:
         """Returns a metric's sum over all running processes and labels."""

@@ -47,6 +47,21 @@ def test_every_step_is_measured_and_a_death_fails_no_request(tmp_path: Path) -> 
     assert death["whole_again_s"] is not None
 
 
+def test_mixed_load_loses_no_answer_and_no_token_whatever_happens_to_a_replica(tmp_path: Path) -> None:
+    rows = run(
+        tmp_path, "--workloads", "plain-4,streams-8,mixed-1-8", "--paths", "http", "--replicas", "2",
+        "--faults", "killed,frozen,drained", "--kill-limit", "120",
+    )  # fmt: skip
+    measured = {row["case"]: row for row in rows if "path" in row}
+    assert {"plain-4", "streams-8", "mixed-1-8"} < measured.keys()
+    assert all(row["tokens_s"] > 0 for row in measured.values() if "tokens_s" in row)
+    for fault in ("killed", "frozen", "drained"):
+        row = measured[f"mixed-1-8, one replica {fault}"]
+        assert row["sent"] > 0 and row["in_flight"] > 0
+        assert (row["failed"], row["lost_or_doubled_tokens"]) == (0, 0)
+        assert row["whole_again_s"] is not None and row["degraded_tokens_ratio"] > 0
+
+
 def test_without_retries_the_same_death_is_seen_to_fail_requests(tmp_path: Path) -> None:
     """The planted counterpart."""
     rows = run(
