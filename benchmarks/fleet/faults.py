@@ -50,7 +50,8 @@ def struck(
     """
     names = {"retried": "assay_retries_total", "resumed": "assay_resumes_total"}
     base = {name: fleet.total(metric) for name, metric in names.items()}
-    died, left, whole_again_s = 0.0, 0.0, None
+    died, left = 0.0, 0.0
+    whole_again_s: float | None = None
 
     def hold() -> None:
         nonlocal died, left, whole_again_s

@@ -51,7 +51,7 @@ def workload_of(name: str) -> Workload:
     Raises:
         ValueError: There is no such workload.
     """
-    scoring = {found: Workload(found, *shape) for found, _, *shape in workloads.SCORING}
+    scoring = {found: Workload(found, query, items, item) for found, _, query, items, item in workloads.SCORING}
     if name in scoring:
         return scoring[name]
     if found := GENERATIONS.fullmatch(name):
