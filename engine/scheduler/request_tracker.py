@@ -100,8 +100,11 @@ class RequestTracker:
             raise EngineError(ErrorCode.OVERLOADED, "The queue is full.")
 
     def _has_room(self, queues: TenantQueues, work: TenantTokens) -> bool:
+        limit = self.max_queued_tokens
+        if queues.total + work.tokens <= limit:
+            return True  # whatever is before it: a queue that is not full keeps no order
         before = queues.before(*work)
-        return not before or before + work.tokens <= self.max_queued_tokens
+        return not before or before + work.tokens <= limit
 
     def takes(self, works: Iterable[TenantTokens]) -> list[bool]:
         """Tells which requests would be taken if they came now and in this order."""
@@ -186,16 +189,17 @@ class RequestTracker:
         """Takes what a step computed off the queue's account."""
         if step.kind in (StepKind.DECODE, StepKind.VERIFY):
             return
-        for state, tokens in step.charges:
-            done = isinstance(state, ScoringState) and state.launched
-            if isinstance(state, GenerationState):
-                done = all(sequence.phase in (Phase.DECODE, Phase.CLOSED) for sequence in state.branches)
-            self._uncount(state, state.queued if done else min(state.queued, tokens))
+        with self._queue_lock:  # once for all: callers wait for it, too
+            for state, tokens in step.charges:
+                done = isinstance(state, ScoringState) and state.launched
+                if isinstance(state, GenerationState):
+                    done = all(sequence.phase in (Phase.DECODE, Phase.CLOSED) for sequence in state.branches)
+                self._uncount(state, state.queued if done else min(state.queued, tokens))
 
     def _uncount(self, state: RequestState, tokens: int) -> None:
+        """Takes tokens off the queue's account. The caller holds its lock."""
         state.queued -= tokens
-        with self._queue_lock:
-            self._queues.add(state.tenant, state.priority, -tokens)
+        self._queues.add(state.tenant, state.priority, -tokens)
 
     def fail(self, state: RequestState, error: EngineError) -> None:
         """Answers a request with an error and ends it."""
@@ -234,7 +238,8 @@ class RequestTracker:
         self.live.pop(state.arrival, None)
         self._scheduler.remove(state)
         if state.queued:
-            self._uncount(state, state.queued)
+            with self._queue_lock:
+                self._uncount(state, state.queued)
         if isinstance(state, ScoringState):
             self._scheduler.score_batcher.release(state)
         else:

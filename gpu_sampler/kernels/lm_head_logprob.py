@@ -340,14 +340,15 @@ def head_logprob(
     found = TargetLogprobs(*(torch.empty(rows, dtype=dtype, device=device) for dtype in types))
     targets_N = targets_N.to(torch.int64).contiguous()
     id_tiles, step = triton.cdiv(vocab, tile.columns), rows_at_once(vocab, tile, workspace)
+    padded = min(step, -(-rows // 128) * 128)
+    at_N = torch.empty(padded, device=device)  # all passes use the same partial results
+    peaks_TN, totals_TN = (torch.empty((id_tiles, padded), device=device) for _ in range(2))
+    counts_TN = torch.empty((id_tiles, padded), dtype=torch.int32, device=device)
     for first in range(0, rows, step):
         part = slice(first, first + step)
         hidden, targets = hidden_ND[part], targets_N[part]
         count = len(hidden)
-        row_tiles, padded = triton.cdiv(count, tile.rows), -(-count // 128) * 128
-        at_N = torch.empty(count, device=device)
-        peaks_TN, totals_TN = (torch.empty((id_tiles, padded), device=device) for _ in range(2))
-        counts_TN = torch.empty((id_tiles, padded), dtype=torch.int32, device=device)
+        row_tiles = triton.cdiv(count, tile.rows)
         common = {
             "hidden_stride": hidden.stride(0), "head_stride": head_VD.stride(0), "bias": bias_V, "targets": targets,
             "at": at_N, "N": count, "V": vocab, "D": width, "scale": float(scale), "softcap": float(softcap),

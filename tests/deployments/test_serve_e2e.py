@@ -425,6 +425,7 @@ async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, r
     async with asyncio.timeout(20):
         while await service.total("assay_step_tokens_sum", kind="score") < before + 20_000:
             assert not call.done()
+    assert not any(stream.done() for stream in streams)
     deadly = generate_task(prompt=np.array([5, toy_model.KILL], np.int32))
     killed = replicas.generate.remote(deadly, route=Route((min(names),), 0))
     with pytest.raises(RayActorError):
