@@ -373,7 +373,7 @@ async def test_a_soak_of_mixed_requests_leaves_nothing_behind(service: Service) 
 
 async def streamed(service: Service, number: int, begun: asyncio.Event | None = None) -> list[int]:
     """The tokens of a seeded stream."""
-    body = {"prompt": PROMPT[:number], "max_tokens": 400, "seed": number, "stream": True, "ignore_eos": True}
+    body = {"prompt": PROMPT[:number], "max_tokens": 1_000, "seed": number, "stream": True, "ignore_eos": True}
     ids: list[int] = []
     async with service.http.stream(
         "POST", service.url + "/v1/completions", json=body | {"return_token_ids": True}
@@ -415,7 +415,6 @@ async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, r
     told = await asyncio.gather(*(streamed(service, number) for number in range(1, 7)))
     resumes = await service.total("assay_resumes_total")
     shards, retries = await service.total("assay_fanout_shards_sum"), await service.total("assay_retries_total")
-    names = {s.labels["replica"] for s in await service.samples() if s.labels.get("deployment") == "Replica"}
     before = await service.total("assay_step_tokens_sum", kind="score")
     begun = [asyncio.Event() for _ in told]
     streams = [asyncio.create_task(streamed(service, number, begun[number - 1])) for number in range(1, 7)]
@@ -426,8 +425,9 @@ async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, r
         while await service.total("assay_step_tokens_sum", kind="score") < before + 20_000:
             assert not call.done()
     assert not any(stream.done() for stream in streams)
+    running = {s.labels["replica"]: s.value for s in await service.samples() if s.name == "assay_running_sequences"}
     deadly = generate_task(prompt=np.array([5, toy_model.KILL], np.int32))
-    killed = replicas.generate.remote(deadly, route=Route((min(names),), 0))
+    killed = replicas.generate.remote(deadly, route=Route((max(running, key=running.__getitem__),), 0))
     with pytest.raises(RayActorError):
         await asyncio.to_thread(killed.result, timeout_s=20)
     assert (await call)["columns"]["logprobs"] == expected
