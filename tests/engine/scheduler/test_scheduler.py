@@ -272,14 +272,14 @@ async def seconds_beside(
     return found, many, await asyncio.gather(*tasks)
 
 
-@pytest.mark.risk("R17", figure="five tokens beside 40 rows of another key, whose step takes 44 ms: 31 ms alone")
+@pytest.mark.risk("R17", figure="five tokens beside 40 rows of another key, whose steps take 44 ms otherwise: 68 ms, alone 31")
 @pytest.mark.parametrize("overlap", [False, True])
 async def test_steps_are_short_while_another_tenant_comes(
     make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, overlap: bool
 ) -> None:
     found, many, results = await seconds_beside(make_rig, generate_job, score_job, overlap=overlap)
     print(f"R17 seconds of small requests beside 40 rows: {np.round(found, 3).tolist()}")
-    assert max(found[2::2]) < 0.14 and max(found[3::2]) < 0.06  # the very first meets a long step
+    assert max(found) < 3 * 0.031
     alone = make_rig(num_slots=9_000, max_running=64, max_model_len=400)
     for request, result in list(zip(many, results, strict=True))[::8]:
         again = await alone.run(generate_job(request.prompt, max_tokens=200, seed=request.seed))
@@ -292,7 +292,7 @@ async def test_steps_of_all_rows_would_be_seen(
 ) -> None:
     monkeypatch.setattr("engine.scheduler.active_tenants.ActiveTenants.several", lambda self, now: False)
     found, _, _ = await seconds_beside(make_rig, generate_job, score_job, overlap=False)
-    assert max(found[2::2]) > 0.2
+    assert max(found[::2]) > 5 * 0.031
 
 
 async def test_steps_of_one_tenant_hold_all_rows(make_rig: MakeRig, generate_job: MakeJob) -> None:
