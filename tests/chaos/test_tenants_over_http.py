@@ -1,9 +1,8 @@
 """R17 over the whole service with the built-in model, in default and in fast mode: what one key asks for, within its
 limits, and the small requests of another key beside it.
 
-Proxy, ingress, replica and both clients share the cores here, so a small request also waits for processor time that is
-the heavy key's by right. `MAX_RATIO` is what the service answers for on two cores; with a core for each process it is
-`MAX_RATIO` of tests/chaos/test_tenants.py.
+Proxy, ingress, replica and both clients share two cores here, so a small request also waits for processor time that is
+the heavy key's by right: `MAX_RATIO` is larger than in tests/chaos/test_tenants.py, where the steps take a set time.
 """
 
 import asyncio
@@ -155,7 +154,8 @@ async def beside(url: str, name: str, key: str) -> tuple[Seen, float]:
     print(
         f"R17 {name}, key {key}: {len(found.seconds)} small requests in {time.monotonic() - began:.1f} s, statuses "
         f"{dict(found.statuses)}, longest {max(found.seconds):.2f} s, p99 {1e3 * found.p99_s:.0f} ms, idle "
-        f"{1e3 * idle.p99_s:.0f} ms, ratio {ratio:.1f}; statuses of the load {dict(statuses)}, sent in {sending_s:.1f} s of a core"
+        f"{1e3 * idle.p99_s:.0f} ms, ratio {ratio:.1f}; statuses of the load "
+        f"{dict(statuses)}, sent in {sending_s:.1f} s of a core"
     )
     return found, ratio
 
