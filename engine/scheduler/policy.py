@@ -180,7 +180,9 @@ class StepTimeModel:
 
     def max_rows(self, drafting: bool) -> int:
         """Returns the most rows that a decode step may have while requests of several tenants come."""
-        return int(min(MAX_RUNNING_BOUND, max(1, self._row_fits[drafting].tokens_within(self._shared_step_s))))
+        fit = self._row_fits[drafting]
+        within = fit.tokens_within(self._shared_step_s) if fit.knows_parts else fit.unlike_size(self._shared_step_s)
+        return int(min(MAX_RUNNING_BOUND, max(1, within)))
 
     def add(self, kind: StepKind, tokens: int, seconds: float) -> None:
         """Learns from a step that has ended."""
@@ -246,6 +248,19 @@ class StepTimeFit:
             return float("inf")
         fixed, each = self._parts()
         return float("inf") if each <= 0 else max(seconds - fixed, fixed) / each
+
+    @property
+    def knows_parts(self) -> bool:
+        """Whether steps of several sizes have told the part that is the same for every step from that of a token."""
+        return self._slope is not None
+
+    def unlike_size(self, seconds: float) -> float:
+        """Returns the tokens of a step that would tell the parts apart: half, or twice, those of the steps that were
+        all alike, as they take longer than `seconds` or not. The result is infinite while nothing is known."""
+        if not self._steps:
+            return float("inf")
+        tokens = self._n / self._weight
+        return tokens / 2 if tokens >= 2 and self._s / self._weight > seconds else 2 * tokens
 
     def _parts(self) -> tuple[float, float]:
         """Returns the seconds of a step, and of each token. A line steeper than the mean would begin below 0."""

@@ -159,19 +159,24 @@ def test_while_requests_of_several_tenants_come_steps_of_every_kind_are_short(de
     assert made.max_rows(True) == MAX_RUNNING_BOUND, "steps with drafts have a rate of their own, not yet known"
 
 
-def rows_of_steps(fixed: float, each: float, running: int, steps: int = 40) -> list[int]:
-    """Returns the rows of decode steps that take `fixed + each * rows` s, the first ones of all that run."""
+def rows_of_steps(fixed: float, each: float, running: int, first: int, steps: int = 60) -> list[int]:
+    """Returns the rows of decode steps that take `fixed + each * rows` s, after 50 steps of `first` rows."""
     made, found = budgets(step=None), list[int]()
-    for number in range(steps):
-        found.append(running if number < 5 else min(running, made.max_rows(False)))
+    for _ in range(50):
+        made.add_rows(False, first, fixed + each * first)
+    for _ in range(steps):
+        found.append(min(running, made.max_rows(False)))
         made.add_rows(False, found[-1], fixed + each * found[-1])
     return found
 
 
-def test_rows_are_as_many_as_a_short_step_holds() -> None:
+@pytest.mark.parametrize("first", [1, 2, 64])
+def test_rows_are_as_many_as_a_short_step_holds(first: int) -> None:
     rows = int(1000 * SHARED_STEP_S["cpu"]) - 4
-    assert rows_of_steps(0.004, 0.001, running=64)[-10:] == [pytest.approx(rows, abs=1)] * 10
+    assert rows_of_steps(0.004, 0.001, running=64, first=first)[-10:] == [pytest.approx(rows, abs=1)] * 10
 
 
-def test_rows_that_cost_little_beside_the_step_itself_all_share_one() -> None:
-    assert rows_of_steps(0.2, 0.001, running=64)[-10:] == [64] * 10
+@pytest.mark.parametrize("fixed", [0.01, 0.2])
+@pytest.mark.parametrize("first", [1, 2, 64])
+def test_rows_that_cost_little_beside_the_step_itself_all_share_one(fixed: float, first: int) -> None:
+    assert rows_of_steps(fixed, 0.0001, running=64, first=first)[-10:] == [64] * 10
