@@ -164,7 +164,7 @@ async def beside(url: str, name: str, key: str) -> tuple[Seen, float]:
     "R17",
     figure="over HTTP, built-in model, default mode, all processes and clients on two cores: 0 of 1,212 requests "
     "refused, longest 0.93 s; p99 over idle 3.0 (four of n = 128), 4.0 (64 streams with 20 log-probabilities; 11 where "
-    "steps were not bounded), 4.5 (twice 4,000 items) and, not bounded, 15 (600 small generations that connect at once)",
+    "steps were not bounded), 4.5 (twice 4,000 items) and, not bounded, 15 (600 small generations that come together)",
 )
 @pytest.mark.parametrize("mode", ["default", "fast"])
 def test_one_keys_load_neither_refuses_nor_delays_another(mode: str, tmp_path: Path) -> None:
