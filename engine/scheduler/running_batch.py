@@ -63,7 +63,7 @@ class RunningBatch:
         """Returns the rows that share the next step: those of one isolated request, or all the others.
 
         Args:
-            max_rows: Rows that the step holds at most, of which tenants get equal shares; None: any number. An isolated
+            max_rows: Rows that the step holds at most, in equal shares of the tenants; None: any number. An isolated
                 request is not cut.
         """
         if self._rows is None:
