@@ -41,6 +41,7 @@ UNWATCHED = (b"x-request-disconnect-disabled", b"?1")  # spares a request two ta
 DECODED = frozenset((b"x-request-timeout-seconds", b"traceparent", b"tracestate"))  # kept, if Serve can read them
 
 ROUNDS = 4  # of the event loop, between two requests that begin
+LONG_S = 0.01  # after which the next one begins with the next round, however few there were: the loop has much to do
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -80,13 +81,15 @@ class FairTurns:
     A loop runs what is ready in the order in which it came. Where one tenant sends hundreds of requests together, the
     first thing that another one sends waits until the loop has begun all of them, and no queue behind it can make up
     for that. Here the loop begins one request, goes round a few times, which is what the beginning of a request takes,
-    and begins the next one: the requests that wait are in queues by tenant. Another loop begins anew.
+    and begins the next one: the requests that wait are in queues by tenant. One round is enough where it takes long,
+    because hundreds of requests are under way. Another loop begins anew.
     """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant first
         self._left = 0  # rounds until the next request may begin
+        self._began = 0.0  # when the last one did, on the loop's clock
 
     async def take(self, tenant: Hashable) -> None:
         """Returns when a request of a tenant may begin: immediately where none waits and the last one has begun."""
@@ -95,7 +98,7 @@ class FairTurns:
             self._loop, self._left = loop, 0
             self._queues.clear()
         if not self._left:
-            self._left = ROUNDS
+            self._left, self._began = ROUNDS, loop.time()
             loop.call_soon(self._go_round, loop)
             return
         turn: asyncio.Future[None] = loop.create_future()
@@ -105,9 +108,10 @@ class FairTurns:
     def _go_round(self, loop: asyncio.AbstractEventLoop) -> None:
         if loop is not self._loop:
             return
-        self._left -= 1
+        now = loop.time()
+        self._left = self._left - 1 if now - self._began < LONG_S else 0
         if not self._left and self._begin_next():
-            self._left = ROUNDS
+            self._left, self._began = ROUNDS, now
         if self._left:
             loop.call_soon(self._go_round, loop)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from engine.batch.input_batch import StepKind, StepSize
-from engine.config import EngineConfig
+from engine.config import MAX_RUNNING_BOUND, EngineConfig
 from engine.scheduler.request_state import GenerationState, Phase, ScoringState
 
 # Shares of the time of generation and scoring: those of their kinds that have work. A verify step is a decode step.
@@ -23,6 +23,7 @@ MIN_BUDGET = {"cpu": 32, "cuda": 256}  # tokens of a step, however slow the mach
 MIN_MEASURED = 32  # tokens of a step that tells how fast it is
 UNKNOWN_BUDGET = 512  # tokens of a step beside running rows, before any time is known
 REACH = 2  # times the largest of the latest steps: beyond that the line is a guess, and running rows would wait for it
+SHARED_STEP_S = {"cpu": 0.016, "cuda": 0.1}  # while requests of several tenants come
 STEP_S = {"cpu": 0.1, "cuda": 0.4}  # a large model's matrix products lose a twentieth in shorter steps of a GPU
 DECAY = 0.9  # weight that a step keeps with each later one
 OUTLIER_FACTOR = 2.0  # times longer or shorter than expected
@@ -83,9 +84,19 @@ class StepPolicy:
 
     # How large a prefill or score step is.
 
-    def max_tokens(self, kind: StepKind, *, decoding: bool) -> int:
-        """Returns the most tokens that the next step of a kind may have; `decoding`: running rows wait for its end."""
-        return self._times.max_tokens(kind, decoding=decoding)
+    def max_tokens(self, kind: StepKind, *, decoding: bool, several_tenants: bool = False) -> int:
+        """Returns the most tokens that the next prefill or score step may have.
+
+        Args:
+            kind: The kind of the step.
+            decoding: Running rows wait for its end.
+            several_tenants: So may a request of another tenant, which has no part in what the step computes.
+        """
+        return self._times.max_tokens(kind, decoding=decoding, several_tenants=several_tenants)
+
+    def max_rows(self, drafting: bool) -> int:
+        """Returns the most rows that a decode step may have while requests of several tenants come."""
+        return self._times.max_rows(drafting)
 
     def graphed_tokens(
         self, max_tokens: int, prompts: Iterable[GenerationState], scores: Iterable[ScoringState]
@@ -132,6 +143,7 @@ class StepPolicy:
 
     def decode_ended(self, drafted: bool, rows: int, tokens: int, seconds: float) -> None:
         """Learns from a decode step of `rows` >= 1 rows that emitted `tokens` >= 1 tokens in `seconds`."""
+        self._times.add_rows(drafted, rows, seconds)
         cost = seconds * rows / tokens
         known = self._token_s.get(drafted, cost)
         self._token_s[drafted] = known + SMOOTHING * (cost - known)
@@ -139,32 +151,48 @@ class StepPolicy:
 
 
 class StepTimeModel:
-    """Predicts the time of prefill and score steps, and bounds their tokens by it."""
+    """Predicts the time of steps, and bounds their tokens or rows by it."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self._token_budget, self._decode_gap_s = config.token_budget, config.decode_gap_s
         self._min_budget = MIN_BUDGET[device.type]
         self._step_s = STEP_S[device.type] if config.max_step_s is None else config.max_step_s
+        self._shared_step_s = min(SHARED_STEP_S[device.type], self._step_s)
         self._fits = {kind: StepTimeFit() for kind in StepKind}
+        self._row_fits = {drafting: StepTimeFit() for drafting in (False, True)}
 
-    def max_tokens(self, kind: StepKind, *, decoding: bool) -> int:
-        """Returns the most tokens that a step may have.
+    def max_tokens(self, kind: StepKind, *, decoding: bool, several_tenants: bool = False) -> int:
+        """Returns the most tokens that a prefill or score step may have.
 
         Args:
             kind: the kind of the step.
             decoding: whether running rows wait for the step to end.
+            several_tenants: whether requests of several tenants come.
         """
         fit = self._fits[kind]
         if decoding:
             within = min(fit.tokens_within(self._decode_gap_s), max(UNKNOWN_BUDGET, REACH * fit.largest))
         else:
             within = fit.tokens_within(self._step_s)
+        if several_tenants:
+            within = min(within, fit.tokens_within(self._shared_step_s))
         return int(min(self._token_budget, max(self._min_budget, within)))
+
+    def max_rows(self, drafting: bool) -> int:
+        """Returns the most rows that a decode step may have while requests of several tenants come."""
+        fit = self._row_fits[drafting]
+        within = fit.tokens_within(self._shared_step_s) if fit.knows_parts else fit.unlike_size(self._shared_step_s)
+        return int(min(MAX_RUNNING_BOUND, max(1, within)))
 
     def add(self, kind: StepKind, tokens: int, seconds: float) -> None:
         """Learns from a step that has ended."""
         if seconds > 0 and tokens >= MIN_MEASURED:
             self._fits[kind].add(tokens, seconds)
+
+    def add_rows(self, drafted: bool, rows: int, seconds: float) -> None:
+        """Learns from a decode step that has ended."""
+        if seconds > 0:
+            self._row_fits[drafted].add(rows, seconds)
 
 
 class StepTimeFit:
@@ -220,6 +248,19 @@ class StepTimeFit:
             return float("inf")
         fixed, each = self._parts()
         return float("inf") if each <= 0 else max(seconds - fixed, fixed) / each
+
+    @property
+    def knows_parts(self) -> bool:
+        """Whether steps of several sizes have told the part that is the same for every step from that of a token."""
+        return self._slope is not None
+
+    def unlike_size(self, seconds: float) -> float:
+        """Returns the tokens of a step that would tell the parts apart: half, or twice, those of the steps that were
+        all alike, as they take longer than `seconds` or not. The result is infinite while nothing is known."""
+        if not self._steps:
+            return float("inf")
+        tokens = self._n / self._weight
+        return tokens / 2 if tokens >= 2 and self._s / self._weight > seconds else 2 * tokens
 
     def _parts(self) -> tuple[float, float]:
         """Returns the seconds of a step, and of each token. A line steeper than the mean would begin below 0."""

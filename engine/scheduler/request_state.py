@@ -153,6 +153,7 @@ class SequenceState:
     computed: int = 0
     target: int = 0
     preemptions: int = 0
+    turn: int = 0  # its latest one in decode steps that hold a part of the rows, ascending
     drafted: int = 0  # drafted tokens that no chunk has reported yet
     accepted: int = 0  # those of them that became output
     unsent_logprobs: list[LogprobColumns] = field(default_factory=list)  # kept while the sequence does not run

@@ -148,6 +148,7 @@ class RequestTracker:
     def add(self, state: GenerationState | ScoringState) -> None:
         """Takes a request in. A branch that had all its tokens before (a resumed stream) ends here."""
         self.live[state.arrival] = state
+        self._scheduler.tenants.enter(state.tenant, self._clock())
         self._recorder.prompt_tokens += _prompt_tokens(state.request)
         if state.deadline < math.inf:
             self._watch_deadline(state)
@@ -235,7 +236,8 @@ class RequestTracker:
     def end(self, state: GenerationState | ScoringState) -> None:
         """Removes a request that is over."""
         state.closed = True
-        self.live.pop(state.arrival, None)
+        if self.live.pop(state.arrival, None) is not None:
+            self._scheduler.tenants.leave(state.tenant, self._clock())
         self._scheduler.remove(state)
         if state.queued:
             with self._queue_lock:

@@ -5,6 +5,8 @@ class takes and returns every pool slot, tree lock, request slot and sampler slo
 touches it.
 """
 
+import heapq
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -42,6 +44,7 @@ class RunningBatch:
         self._rows: DecodeRows | None = None  # kept from step to step while the rows stay the same
         self._any_isolated = False
         self._turn = 0
+        self._turns = 0  # of rows, in decode steps that held a part of them
 
     # Which rows decode.
 
@@ -56,12 +59,35 @@ class RunningBatch:
             self._rows = None
         self.prefilling.discard(sequence)
 
-    def next_rows(self) -> DecodeRows:
-        """Returns the rows that may share the next step: those of one isolated request, or all the others."""
+    def next_rows(self, max_rows: int | None = None) -> DecodeRows:
+        """Returns the rows that share the next step: those of one isolated request, or all the others.
+
+        Args:
+            max_rows: Rows that the step holds at most, in equal shares of the tenants; None: any number. An isolated
+                request is not cut.
+        """
         if self._rows is None:
             self._rows = _rows_of(self.decoding.values())
             self._any_isolated = any(row.parent.isolated for row in self._rows.sequences)
-        return self._next_group(self._rows) if self._any_isolated else self._rows
+        if self._any_isolated:
+            return self._next_group(self._rows)
+        if max_rows is None or len(self._rows.sequences) <= max_rows:
+            return self._rows
+        return self._next_part(self._rows.sequences, max_rows)
+
+    def _next_part(self, every: list[SequenceState], max_rows: int) -> DecodeRows:
+        """Takes a row of each tenant, then another of each that has more, those first that have waited longest."""
+        taken = Counter[str]()
+        ranked = list[tuple[int, int, int]]()  # place in the own tenant's order, turn, place in the batch
+        for at, row in sorted(enumerate(every), key=lambda one: one[1].turn):
+            tenant = row.parent.tenant
+            ranked.append((taken[tenant], row.turn, at))
+            taken[tenant] += 1
+        chosen = [at for *_, at in heapq.nsmallest(max_rows, ranked)]
+        for at in chosen:
+            self._turns += 1
+            every[at].turn = self._turns
+        return _rows_of(every[at] for at in sorted(chosen))
 
     def _next_group(self, every: DecodeRows) -> DecodeRows:
         """Lets isolated requests and the others take turns. A request may have ceased to be isolated meanwhile."""

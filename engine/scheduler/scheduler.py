@@ -23,6 +23,7 @@ from engine.metrics import Stopwatch
 from engine.model.lm_head import RowLogprobs
 from engine.request_cost import answer_cost
 from engine.requests import EngineError, Float32s, Int32s, Int64s
+from engine.scheduler.active_tenants import ActiveTenants
 from engine.scheduler.fair_queue import STOP, FairQueue
 from engine.scheduler.policy import StepPolicy
 from engine.scheduler.request_state import (
@@ -129,6 +130,7 @@ class Scheduler:
         self.table = table
         self.prompts: FairQueue[GenerationState] = FairQueue(quantum)  # with sequences that wait or prefill
         self.scores: FairQueue[ScoringState] = FairQueue(quantum)  # with rows that no step computes yet
+        self.tenants = ActiveTenants()
         self.running = RunningBatch(config, kv_cache, table, sampler)
         self.score_batcher = ScoreBatcher(kv_cache, table.vocab_size, max_targets, whole_rows=whole_rows)
         self.policy = StepPolicy(config, table.token_table.device)
@@ -138,6 +140,7 @@ class Scheduler:
         self._admission_closed = False  # no sequence is admitted to the step that is being planned
         self._no_room = False  # the last sequence that was to be admitted found no room
         self._over_share: frozenset[str] = frozenset()  # tenants that get no row while another waits for its share
+        self._several_tenants = False  # are active while the step is planned
         self._cut = False  # the step holds less than it could, because little waits
         kv_cache.on_pressure = self._release_idle
 
@@ -171,6 +174,7 @@ class Scheduler:
     def _next(self, now: float) -> Step | None:
         if not self._share_rows():
             return None
+        self._several_tenants = self.tenants.several(now)
         decoding = self.running.decoding
         work = {StepKind.DECODE: decoding, StepKind.PREFILL: self.prompts, StepKind.SCORE: self.scores}
         kinds = self.policy.order([kind for kind, waiting in work.items() if waiting], now)
@@ -208,7 +212,9 @@ class Scheduler:
 
     def _max_tokens(self, kind: StepKind) -> int:
         """Returns the tokens of the next step, which are fewer where graphed steps do a small load sooner."""
-        tokens = self.policy.max_tokens(kind, decoding=bool(self.running.decoding))
+        tokens = self.policy.max_tokens(
+            kind, decoding=bool(self.running.decoding), several_tenants=self._several_tenants
+        )
         graphed = self.policy.graphed_tokens(tokens, self.prompts, self.scores)
         self._cut = graphed is not None
         return tokens if graphed is None else graphed
@@ -354,8 +360,9 @@ class Scheduler:
     def _plan_decode(self) -> Step | None:
         table = self.table
         drafting = self._speculation.method != "none" and self.policy.drafts()
+        max_rows = self.policy.max_rows(drafting) if self._several_tenants else None
         while True:
-            slots, sequences = self.running.next_rows()
+            slots, sequences = self.running.next_rows(max_rows)
             length = table.length[slots]
             over = length >= table.limit[slots]  # these end with a token that is in flight
             if over.any():

@@ -1,5 +1,9 @@
 """R17 over the whole service with the built-in model, in default and in fast mode: what one key asks for, within its
-limits, and the small requests of another key beside it."""
+limits, and the small requests of another key beside it.
+
+Proxy, ingress, replica and both clients share two cores here, so a small request also waits for processor time that is
+the heavy key's by right: `MAX_RATIO` is larger than in tests/chaos/test_tenants.py, where the steps take a set time.
+"""
 
 import asyncio
 import contextlib
@@ -12,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import aiohttp
 import httpx
 import numpy as np
 import pytest
@@ -30,21 +35,21 @@ AUTH = {
     ],
 }
 MAX_WAIT_S = 2.0
+MAX_RATIO = 8.0  # p99 over idle; without short steps it is above 9
 IDLE = 100
 LANES = 2
 PAUSE_S = 0.03
 Request = tuple[str, dict[str, Any]]
 GENERATION = {"prompt": "a red chair", "ignore_eos": True}
 ITEMS = {"query": "a red chair", "items": [f"item {n} of wood" for n in range(4_000)], "label_token_ids": [65, 66]}
+BURST = "600 small generations"  # Serve's proxy, and Ray behind it, take connections in the order in which they come
 LOADS: dict[str, list[Request]] = {
     "4 of n = 128": [("/v1/completions", GENERATION | {"n": 128, "max_tokens": 120})] * 4,
     "64 streams with 20 log-probabilities": [
         ("/v1/completions", GENERATION | {"max_tokens": 600, "logprobs": 20, "stream": True})
     ]
     * 64,
-    "600 small generations": [
-        ("/v1/completions", GENERATION | {"prompt": f"chair {n}", "max_tokens": 20}) for n in range(600)
-    ],
+    BURST: [("/v1/completions", GENERATION | {"prompt": f"chair {n}", "max_tokens": 20}) for n in range(600)],
     "4,000 items": [("/generative_scoring", ITEMS)] * 2,
 }
 
@@ -58,6 +63,11 @@ class Seen(NamedTuple):
     @property
     def p99_s(self) -> float:
         return float(np.quantile(self.seconds, 0.99))
+
+    @property
+    def prompt(self) -> bool:
+        """None is refused, none waits longer than `MAX_WAIT_S`."""
+        return self.statuses.keys() == {200} and max(self.seconds) < MAX_WAIT_S
 
 
 @contextlib.contextmanager
@@ -103,59 +113,71 @@ def client_of(url: str, key: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, headers=headers, timeout=300, trust_env=False, limits=limits)
 
 
-def loaded(url: str, name: str) -> Counter[int]:
-    """Sends a load with the heavy key, all of it together. Returns its statuses."""
+def loaded(url: str, name: str) -> tuple[Counter[int], float]:
+    """Sends a load with the heavy key, all of it together. Returns its statuses, and the processor's seconds that it
+    took to send: they are no part of the service, and come out of the same cores."""
+
+    async def post(session: aiohttp.ClientSession, request: Request) -> int:
+        path, body = request
+        async with session.post(path, json=body) as answer:
+            await answer.read()
+            return answer.status
 
     async def run() -> Counter[int]:
-        async with client_of(url, "heavy") as heavy:
-            found = await asyncio.gather(*(ask(heavy, request) for request in LOADS[name]))
-        return Counter(status for status, _ in found)
+        # Not httpx: with hundreds of connections its pool would take a core for itself.
+        async with aiohttp.ClientSession(
+            url,
+            headers={"authorization": f"Bearer {KEYS['heavy']}"},
+            timeout=aiohttp.ClientTimeout(300),
+            connector=aiohttp.TCPConnector(limit=0),
+        ) as session:
+            return Counter(await asyncio.gather(*(post(session, request) for request in LOADS[name])))
 
-    return asyncio.run(run())
+    began = time.process_time()
+    return asyncio.run(run()), time.process_time() - began
 
 
-async def beside(url: str, name: str, key: str) -> Seen:
-    """The small requests of a key beside the load of the heavy one."""
-
+async def beside(url: str, name: str, key: str) -> tuple[Seen, float]:
+    """The small requests of a key beside the load of the heavy one, and their p99 over that of an idle service."""
     loop, spawn = asyncio.get_running_loop(), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn) as apart:  # what it takes to send the load must not delay the small requests
         async with client_of(url, key) as light:
             await loop.run_in_executor(apart, len, LOADS[name])  # until the process has started
             await lights(light)  # the first are slow for reasons of their own
             idle = await lights(light)
+            began = time.monotonic()
             load = loop.run_in_executor(apart, loaded, url, name)
             await asyncio.sleep(0.3)  # until it runs
-            began = time.monotonic()
             found = await lights(light, load)
-            statuses = await load
+            statuses, sending_s = await load
+    ratio = found.p99_s / idle.p99_s
     print(
         f"R17 {name}, key {key}: {len(found.seconds)} small requests in {time.monotonic() - began:.1f} s, statuses "
         f"{dict(found.statuses)}, longest {max(found.seconds):.2f} s, p99 {1e3 * found.p99_s:.0f} ms, idle "
-        f"{1e3 * idle.p99_s:.0f} ms; statuses of the load {dict(statuses)}"
+        f"{1e3 * idle.p99_s:.0f} ms, ratio {ratio:.1f}; statuses of the load "
+        f"{dict(statuses)}, sent in {sending_s:.1f} s of a core"
     )
-    return found
-
-
-def fair(found: Seen) -> bool:
-    """None is refused, none waits longer than `MAX_WAIT_S`. p99 over idle is printed: processes share the cores."""
-    return found.statuses.keys() == {200} and max(found.seconds) < MAX_WAIT_S
+    return found, ratio
 
 
 @pytest.mark.risk(
     "R17",
-    figure="over HTTP, built-in model, default mode, loaded machine: 0 of 1,312 requests refused, longest 1.4 s; "
-    "p99 over idle 2.4 (four of n = 128), 9.2 (64 streams with 20 log-probabilities), 2.5 (600 small generations) and "
-    "4.1 (twice 4,000 items)",
+    figure="over HTTP, built-in model, default mode, all processes and clients on two cores: 0 of 1,212 requests "
+    "refused, longest 0.93 s; p99 over idle 3.0 (four of n = 128), 4.0 (64 streams with 20 log-probabilities; 11 where "
+    "steps were not bounded), 4.5 (twice 4,000 items) and, not bounded, 15 (600 small generations together); "
+    "beside other work on the machine 2.5, 5.5, 5.4 and 12",
 )
 @pytest.mark.parametrize("mode", ["default", "fast"])
 def test_one_keys_load_neither_refuses_nor_delays_another(mode: str, tmp_path: Path) -> None:
     with service(mode, tmp_path) as url:
         found = {name: asyncio.run(beside(url, name, "light")) for name in LOADS}
-    assert [name for name, seen in found.items() if not fair(seen)] == []
+    assert [name for name, (seen, _) in found.items() if not seen.prompt] == []
+    assert [name for name, (_, ratio) in found.items() if ratio > MAX_RATIO and name != BURST] == []
 
 
 @pytest.mark.risk("R17", planted=True)
 def test_small_requests_of_the_same_key_would_be_seen_to_wait(tmp_path: Path) -> None:
     """The planted fault: one queue for all."""
     with service("default", tmp_path) as url:
-        assert not fair(asyncio.run(beside(url, "4 of n = 128", "heavy")))
+        seen, ratio = asyncio.run(beside(url, "4 of n = 128", "heavy"))
+    assert not seen.prompt and ratio > MAX_RATIO

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from deployments.proxy_middleware import ROUNDS, FairTurns
+from deployments.proxy_middleware import LONG_S, ROUNDS, FairTurns
 
 MANY = 300
 BEGINNING_S = 0.001  # of the loop, for each request
@@ -77,3 +77,14 @@ def test_another_loop_begins_anew() -> None:
 
     asyncio.run(left_behind())
     asyncio.run(asyncio.wait_for(turns.take("b"), 1))
+
+
+async def test_where_a_round_takes_long_the_next_request_begins_with_it() -> None:
+    turns, rounds = FairTurns(), 0
+    await turns.take("a")
+    waiting = asyncio.create_task(turns.take("b"))
+    while not waiting.done():
+        await asyncio.sleep(0)
+        time.sleep(LONG_S)
+        rounds += 1
+    assert rounds <= 3 < ROUNDS

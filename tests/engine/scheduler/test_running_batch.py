@@ -1,5 +1,6 @@
 """RunningBatch: the rows that it keeps from step to step are those that it would find anew."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +24,12 @@ def _batch() -> RunningBatch:
 class _Row:
     """Stands for a sequence, as far as the choice of rows looks at it."""
 
-    def __init__(self, slot: int, *, isolated: bool = False) -> None:
-        self.slot, self.parent = slot, SimpleNamespace(isolated=isolated)
+    def __init__(self, slot: int, *, isolated: bool = False, tenant: str = "") -> None:
+        self.slot, self.parent, self.turn = slot, SimpleNamespace(isolated=isolated, tenant=tenant), 0
 
 
-def _row(slot: int, *, isolated: bool = False) -> Any:
-    return _Row(slot, isolated=isolated)
+def _row(slot: int, *, isolated: bool = False, tenant: str = "") -> Any:
+    return _Row(slot, isolated=isolated, tenant=tenant)
 
 
 @given(st.lists(st.tuples(st.sampled_from(("add", "discard", "next")), st.integers(1, 5)), max_size=40))
@@ -56,3 +57,31 @@ def test_an_isolated_request_takes_turns_with_the_others_until_it_is_isolated_no
     assert sorted(turns[:2]) == sorted(turns[2:]) == [[1, 3], [2]]
     alone.parent.isolated = False
     assert [batch.next_rows().slots.tolist() for _ in range(2)] == [[1, 2, 3]] * 2
+
+
+def test_a_part_of_the_rows_holds_those_of_a_small_tenant_and_the_others_in_turn() -> None:
+    batch = _batch()
+    for slot in (1, 2, 3, 4, 6, 7):
+        batch.start_decoding(_row(slot, tenant="heavy"))
+    batch.start_decoding(_row(5, tenant="light"))
+    parts = [batch.next_rows(3).slots.tolist() for _ in range(6)]
+    assert parts == [[1, 2, 5], [3, 4, 5], [6, 7, 5]] * 2
+    assert batch.next_rows(7).slots.tolist() == batch.next_rows().slots.tolist() == [1, 2, 3, 4, 6, 7, 5]
+
+
+def test_a_part_too_small_for_all_tenants_holds_them_in_turn() -> None:
+    batch = _batch()
+    for slot in range(1, 6):
+        batch.start_decoding(_row(slot, tenant=str(slot)))
+    taken = Counter(slot for _ in range(50) for slot in batch.next_rows(2).slots.tolist())
+    assert set(taken) == {1, 2, 3, 4, 5} and max(taken.values()) - min(taken.values()) <= 1
+
+
+def test_an_isolated_request_is_not_cut() -> None:
+    batch = _batch()
+    batch.start_decoding(_row(1))
+    alone = [_row(2, isolated=True), _row(3, isolated=True)]
+    alone[1].parent = alone[0].parent
+    for row in alone:
+        batch.start_decoding(row)
+    assert [2, 3] in [batch.next_rows(1).slots.tolist() for _ in range(2)]

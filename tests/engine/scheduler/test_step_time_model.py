@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from engine.batch.input_batch import StepKind
-from engine.config import EngineConfig
+from engine.config import MAX_RUNNING_BOUND, EngineConfig
 from engine.scheduler.policy import (
     MIN_BUDGET,
     MIN_MEASURED,
     REACH,
+    SHARED_STEP_S,
     STEP_S,
     UNKNOWN_BUDGET,
     StepTimeFit,
@@ -143,3 +144,39 @@ def test_without_a_length_in_the_configuration_steps_are_as_long_as_suits_the_de
         for tokens in (500, 1000, 3000):
             made.add(SCORE, tokens, tokens / 10_000)
         assert made.max_tokens(SCORE, decoding=False) == pytest.approx(10_000 * seconds, abs=1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_while_requests_of_several_tenants_come_steps_of_every_kind_are_short(device: str) -> None:
+    made, seconds = budgets(token_budget=16_384, step=None, device=torch.device(device)), SHARED_STEP_S[device]
+    for size in (500, 1000, 2000):
+        made.add(SCORE, size, size / 10_000)
+        made.add_rows(False, size // 50, size / 50 / 200)  # 5 ms a row
+    wanted = max(MIN_BUDGET[device], 10_000 * seconds)
+    assert made.max_tokens(SCORE, decoding=False, several_tenants=True) == pytest.approx(wanted, abs=1)
+    assert made.max_tokens(SCORE, decoding=False) > 3 * wanted
+    assert made.max_rows(False) == pytest.approx(200 * seconds, abs=1)
+    assert made.max_rows(True) == MAX_RUNNING_BOUND, "steps with drafts have a rate of their own, not yet known"
+
+
+def rows_of_steps(fixed: float, each: float, running: int, first: int, steps: int = 60) -> list[int]:
+    """Returns the rows of decode steps that take `fixed + each * rows` s, after 50 steps of `first` rows."""
+    made, found = budgets(step=None), list[int]()
+    for _ in range(50):
+        made.add_rows(False, first, fixed + each * first)
+    for _ in range(steps):
+        found.append(min(running, made.max_rows(False)))
+        made.add_rows(False, found[-1], fixed + each * found[-1])
+    return found
+
+
+@pytest.mark.parametrize("first", [1, 2, 64])
+def test_rows_are_as_many_as_a_short_step_holds(first: int) -> None:
+    rows = int(1000 * SHARED_STEP_S["cpu"]) - 4
+    assert rows_of_steps(0.004, 0.001, running=64, first=first)[-10:] == [pytest.approx(rows, abs=1)] * 10
+
+
+@pytest.mark.parametrize("fixed", [0.01, 0.2])
+@pytest.mark.parametrize("first", [1, 2, 64])
+def test_rows_that_cost_little_beside_the_step_itself_all_share_one(fixed: float, first: int) -> None:
+    assert rows_of_steps(fixed, 0.0001, running=64, first=first)[-10:] == [64] * 10
