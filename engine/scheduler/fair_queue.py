@@ -1,4 +1,4 @@
-"""FairQueue: shares the tokens of steps among tenants and requests.
+"""FairQueue: shares the tokens of steps among tenants and requests; ActiveTenants tells when steps must be short.
 
 Among tenants: deficit round robin by tokens (Shreedhar and Varghese 1996), in the form where a flow may overdraw its
 deficit and then earns it back (surplus round robin), because score items cannot be cut at will. Among the requests of a
@@ -9,6 +9,7 @@ shares, and equal ones end one after another where equal shares would end them a
 
 import heapq
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -18,6 +19,7 @@ from engine.scheduler.request_state import RequestState
 R = TypeVar("R", bound=RequestState)
 STOP = -1
 MAX_STALE = 64  # entries of requests and tenants that have left, beside as many as there are
+MEMORY_S = 1.0  # between two requests of a tenant that keeps coming: the next one would find a long step under way
 MAX_FRUITLESS = 1024  # requests that can have nothing of a step, before it is closed: a plan does not read all queues
 
 
@@ -320,3 +322,43 @@ class FairQueue(Generic[R]):
         if only_flow and used:
             flow.deficit = 0
         return _Turn(used, flow.deficit <= 0, done)
+
+
+class ActiveTenants:
+    """Counts the tenants that have requests, and those that had some a moment ago and keep coming.
+
+    A tenant that comes once in a while, such as a health check, is active only as long as its request takes. The step
+    thread alone uses the object.
+    """
+
+    def __init__(self) -> None:
+        self._requests = Counter[str]()  # by tenant that has any
+        self._returned = set[str]()  # those of them that had left a moment before
+        self._once: dict[str, float] = {}  # when each tenant left that had come once, in order of time
+        self._regular: dict[str, float] = {}  # the same of tenants that had returned
+
+    def enter(self, tenant: str, now: float) -> None:
+        """Counts a request that came at `now`, seconds."""
+        if not self._requests[tenant]:
+            self._forget(now)
+            if self._once.pop(tenant, None) is not None or self._regular.pop(tenant, None) is not None:
+                self._returned.add(tenant)
+        self._requests[tenant] += 1
+
+    def leave(self, tenant: str, now: float) -> None:
+        """Counts a request out that ended at `now`, seconds."""
+        self._requests[tenant] -= 1
+        if not self._requests[tenant]:
+            del self._requests[tenant]
+            (self._regular if tenant in self._returned else self._once)[tenant] = now
+            self._returned.discard(tenant)
+
+    def several(self, now: float) -> bool:
+        """Tells whether two tenants or more are active at `now`, seconds."""
+        self._forget(now)
+        return len(self._requests) + len(self._regular) > 1
+
+    def _forget(self, now: float) -> None:
+        for left in (self._once, self._regular):
+            while left and now - next(iter(left.values())) > MEMORY_S:
+                del left[next(iter(left))]

@@ -23,8 +23,7 @@ from engine.metrics import Stopwatch
 from engine.model.lm_head import RowLogprobs
 from engine.request_cost import answer_cost
 from engine.requests import EngineError, Float32s, Int32s, Int64s
-from engine.scheduler.active_tenants import ActiveTenants
-from engine.scheduler.fair_queue import STOP, FairQueue
+from engine.scheduler.fair_queue import STOP, ActiveTenants, FairQueue
 from engine.scheduler.policy import StepPolicy
 from engine.scheduler.request_state import (
     GenerationState,

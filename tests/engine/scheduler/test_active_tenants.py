@@ -1,6 +1,6 @@
 """Whether requests of several tenants come: those that have some, and those that keep coming."""
 
-from engine.scheduler.active_tenants import MEMORY_S, ActiveTenants
+from engine.scheduler.fair_queue import MEMORY_S, ActiveTenants
 
 
 def visit(tenants: ActiveTenants, tenant: str, at: float) -> None:

@@ -291,7 +291,7 @@ async def test_steps_are_short_while_another_tenant_comes(
 async def test_steps_of_all_rows_would_be_seen(
     make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.scheduler.active_tenants.ActiveTenants.several", lambda self, now: False)
+    monkeypatch.setattr("engine.scheduler.fair_queue.ActiveTenants.several", lambda self, now: False)
     found, _, _ = await seconds_beside(make_rig, generate_job, score_job, overlap=False)
     assert max(found[::2]) > 5 * 0.031
 
