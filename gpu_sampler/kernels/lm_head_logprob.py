@@ -22,7 +22,7 @@ row. Bytes: the hidden rows and the head once a group of row tiles, and the part
 | hidden, head | [N, D], [V, D] bf16, fp16 or f32, rows of any stride | read |
 | bias | [V] of any float type | read |
 | targets | i64 [N], any value: outside of [0, V) nothing is read through it | read |
-| at | f32 [N] logits of the targets | written, then read |
+| at | f32 [passed N padded to 128] logits of the targets | written, then read |
 | peaks, totals, counts | f32, f32, i32 [T, passed N padded to 128] | written, then read |
 | logprobs, log_sums, ranks, is_greedy, flags | f32, f32, i32, bool, i32 [N] | write |
 """
