@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from engine.channels import TokenSink
 from engine.model.heads.info import HeadInfo
 from engine.requests import (
     Bools,
@@ -182,6 +183,29 @@ class ReplicaTransport(Protocol):
         ...
 
 
+class StreamReceiver(Protocol):
+    """Receives the parts of one streamed generation call, in the event loop that began it."""
+
+    token_sink: TokenSink  # gets the single tokens of its streams, each named by `number` and its prompt
+    number: int
+
+    def add(self, item: PromptChunk) -> None:
+        """Takes new tokens that came otherwise, or a prompt's scores, or its failure."""
+        ...
+
+    def end(self) -> None:
+        """Notes that nothing follows. It is not called after `cancel`."""
+        ...
+
+
+class RunningCall(Protocol):
+    """Represents a call that a replica works on."""
+
+    def cancel(self) -> object:
+        """Ends the call. Does nothing once it has ended."""
+        ...
+
+
 class ReplicaService(Protocol):
     """Shows a replica to the transports. `deployments.replica.replica.ReplicaServer` is the implementation.
 
@@ -200,9 +224,9 @@ class ReplicaService(Protocol):
         self, requests: GenerateCall, epoch: int = 0, route: Route | None = None
     ) -> "GenerateReply | Failure": ...
 
-    def stream(
-        self, requests: GenerateCall, epoch: int = 0, route: Route | None = None
-    ) -> "AsyncIterator[GenerateReply | Failure]": ...
+    def begin_stream(self, requests: GenerateCall, receiver: StreamReceiver) -> RunningCall | Failure:
+        """Starts a generation whose parts are given to `receiver` as they are made."""
+        ...
 
     def load(self) -> Load:
         """Returns how much waits at the replica."""

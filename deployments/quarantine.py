@@ -7,7 +7,7 @@ request that caused it, which is then quarantined.
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from deployments.errors import ApiError
 from deployments.protocol import AnyCall, GenerateCall, PromptChunk, common
@@ -125,16 +125,17 @@ class IsolationLease:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def received(self, chunks: Sequence[PromptChunk]) -> None:
-        """Gives the place back once the engine no longer isolates the call."""
-        if not self._call:
+    def received(self, item: PromptChunk) -> None:
+        """Gives the place back once the engine no longer isolates the call.
+
+        Until then the engine gives its tokens as chunks.
+        """
+        if not self._call or not isinstance(item.chunk, GenerateChunk):
             return
-        for item in chunks:
-            if isinstance(item.chunk, GenerateChunk):
-                branch = (item.prompt, item.chunk.branch)
-                self._tokens[branch] = self._tokens.get(branch, 0) + len(item.chunk.tokens)
-                if item.chunk.finish is not None or self._tokens[branch] >= self._call[0].isolated_tokens:
-                    self._done.add(branch)
+        branch = (item.prompt, item.chunk.branch)
+        self._tokens[branch] = self._tokens.get(branch, 0) + len(item.chunk.tokens)
+        if item.chunk.finish is not None or self._tokens[branch] >= self._call[0].isolated_tokens:
+            self._done.add(branch)
         if self._done and len(self._done) == len(self._call) * self._call[0].params.n:
             self.release()
 

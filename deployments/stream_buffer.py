@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deployments.protocol import Failure, PromptChunk, PromptScores
+from engine.channels import TokenSink
 from engine.requests import GenerateChunk, StepTokens
 
 COLUMNS = ("logprobs", "ranks", "top_ids", "top_logprobs", "chosen_logprobs")
@@ -40,9 +41,9 @@ class PendingChunks:
         branch = item.chunk.branch if isinstance(item.chunk, GenerateChunk) else -1
         self._add((item.prompt, branch), item.chunk)
 
-    def add_token(self, prompt: int, tokens: StepTokens, row: int) -> None:
-        """Takes a token of a step."""
-        self._add((prompt, int(tokens.branches[row])), TokenRow(tokens, row))
+    def add_token(self, tokens: StepTokens, row: int) -> None:
+        """Takes a token of a step. The second number of its stream is the prompt."""
+        self._add((int(tokens.streams[row, 1]), int(tokens.branches[row])), TokenRow(tokens, row))
 
     def _add(self, key: tuple[int, int], part: Part) -> None:
         parts = self._parts.get(key)
@@ -65,29 +66,30 @@ class PendingChunks:
 
 
 class StreamBuffer:
-    """Gives what came since the last time, one chunk a branch, in order of first arrival.
+    """Implements `StreamReceiver`: gives what came since the last time, one chunk a branch, in order of first arrival.
 
-    The iteration ends when `producers` have called `close_one`. The object belongs to one event loop.
+    The object belongs to one event loop.
     """
 
-    def __init__(self, producers: int) -> None:
-        self._open = producers
-        self.single = False  # there is one producer, of one branch
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.token_sink: TokenSink = self
+        self.number = 0
+        self._ended = False
         self._chunks = PendingChunks()
-        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 
     def add(self, item: PromptChunk) -> None:
         self._chunks.add(item)
         self._wake()
 
-    def add_token(self, prompt: int, tokens: StepTokens, row: int) -> None:
-        """Takes a token of a step."""
-        self._chunks.add_token(prompt, tokens, row)
+    def put_tokens(self, tokens: StepTokens) -> None:
+        for row in range(len(tokens.tokens)):
+            self._chunks.add_token(tokens, row)
         self._wake()
 
-    def close_one(self) -> None:
-        self._open -= 1
+    def end(self) -> None:
+        self._ended = True
         self._wake()
 
     def _wake(self) -> None:
@@ -95,15 +97,13 @@ class StreamBuffer:
             self._waiter.set_result(None)
 
     async def __aiter__(self) -> AsyncIterator[tuple[PromptChunk, ...]]:
-        while self._open or self._chunks:
+        while self._chunks or not self._ended:
             if not self._chunks:
-                self._waiter = self._loop.create_future()
+                self._waiter = self.loop.create_future()
                 try:
                     await self._waiter
                 finally:
                     self._waiter = None
-            if not self.single:
-                await asyncio.sleep(0)  # the other branches' chunks of the same step are in the loop's hands already
             if self._chunks:
                 yield self._chunks.take()
 

@@ -3,14 +3,23 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
 from typing import Protocol
 
 from engine.requests import EngineError, GenerateChunk, LikelihoodResult, PoolingResult, ScoreResult, StepTokens
 
 Result = ScoreResult | LikelihoodResult | PoolingResult | GenerateChunk | EngineError
+
+
+class TokenSink(Protocol):
+    """Receives single tokens of any number of streams, in the event loop that it belongs to."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def put_tokens(self, tokens: StepTokens) -> None:
+        """Takes what one step brought for all of its streams."""
+        ...
 
 
 class ResultSink(Protocol):
@@ -20,13 +29,11 @@ class ResultSink(Protocol):
     """
 
     loop: asyncio.AbstractEventLoop
+    token_sink: TokenSink  # gets its single tokens, which end nothing
+    stream: tuple[int, int]  # names it for `token_sink`, in `StepTokens.streams`
 
     def put(self, item: Result) -> None:
         """Takes a result. An EngineError is the last one."""
-        ...
-
-    def put_token(self, tokens: StepTokens, row: int) -> None:
-        """Takes one token of a step, which stands in `row` of the columns of all streams."""
         ...
 
 
@@ -36,6 +43,8 @@ class ResultQueue:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.token_sink: TokenSink = self
+        self.stream = 0, 0
         self._items: deque[Result] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -45,9 +54,10 @@ class ResultQueue:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def put_token(self, tokens: StepTokens, row: int) -> None:
-        """Adds a token as a chunk of its own."""
-        self.put(tokens.chunk(row))
+    def put_tokens(self, tokens: StepTokens) -> None:
+        """Adds each token as a chunk of its own."""
+        for row in range(len(tokens.tokens)):
+            self.put(tokens.chunk(row))
 
     async def get(self) -> Result:
         """Waits for the next result and returns it."""
@@ -63,21 +73,13 @@ class ResultQueue:
 class ResultCallback(ResultQueue):
     """Gives each result to a function on the event loop, which costs less than a task that waits for it."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, deliver_token: Callable[[StepTokens, int], None] | None = None
-    ) -> None:
-        """`deliver_token` gets the tokens of steps, each with its row; None: `deliver` gets each as a chunk."""
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
         self.deliver: Callable[[Result], None] = self._items.append
-        self._deliver_token = super().put_token if deliver_token is None else deliver_token
 
     def put(self, item: Result) -> None:
         """Gives a result to `deliver`."""
         self.deliver(item)
-
-    def put_token(self, tokens: StepTokens, row: int) -> None:
-        """Gives a token to `deliver_token`."""
-        self._deliver_token(tokens, row)
 
 
 class ResultDispatcher:
@@ -91,10 +93,9 @@ class ResultDispatcher:
         """Keeps a result until the next `flush`."""
         self._batches.setdefault(sink.loop, []).append(partial(sink.put, item))
 
-    def add_tokens(self, sinks: Sequence[ResultSink], tokens: StepTokens) -> None:
-        """Keeps one token for each sink until the next `flush`: row i of `tokens` for sink i."""
-        for loop in set(map(_loop_of, sinks)):
-            self._batches.setdefault(loop, []).append(partial(_put_tokens, loop, sinks, tokens))
+    def add_tokens(self, sink: TokenSink, tokens: StepTokens) -> None:
+        """Keeps the tokens of a sink's streams until the next `flush`."""
+        self._batches.setdefault(sink.loop, []).append(partial(sink.put_tokens, tokens))
 
     def flush(self) -> None:
         """Delivers everything that was added."""
@@ -135,16 +136,6 @@ class CallQueue:
         self._ready.wait(timeout)
 
 
-_loop_of = attrgetter("loop")
-
-
 def _deliver(batch: list[Callable[[], None]]) -> None:
     for deliver in batch:
         deliver()
-
-
-def _put_tokens(loop: asyncio.AbstractEventLoop, sinks: Sequence[ResultSink], tokens: StepTokens) -> None:
-    """Gives each sink of the event loop its row."""
-    for row, sink in enumerate(sinks):
-        if sink.loop is loop:
-            sink.put_token(tokens, row)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
 
-from engine.channels import ResultCallback, ResultQueue
+from engine.channels import ResultCallback, ResultQueue, TokenSink
 from engine.config import EngineConfig
 from engine.core import EngineCore, LoopOptions
 from engine.metrics import EngineStats
@@ -32,7 +32,6 @@ from engine.requests import (
     RowsRequest,
     ScoreRequest,
     ScoreResult,
-    StepTokens,
     TenantTokens,
 )
 from engine.scheduler.request_state import (
@@ -231,22 +230,26 @@ class Engine:
         self,
         request: GenerateRequest,
         deliver: Callable[[GenerateChunk | EngineError], None],
-        deliver_token: Callable[[StepTokens, int], None] | None = None,
+        token_sink: TokenSink | None = None,
+        stream: tuple[int, int] = (0, 0),
     ) -> "RunningGeneration":
         """Starts a generation, whose results are delivered on the running event loop.
 
         Args:
             request: the request.
             deliver: gets what `generate` would yield or raise.
-            deliver_token: gets single tokens that end nothing, as rows of the columns of their steps, which cost less
-                than chunks; also for a moment after `cancel`. None: `deliver` gets these too.
+            token_sink: gets the single tokens that end nothing, with those of its other streams, which cost less than
+                chunks; also for a moment after `cancel`. None: `deliver` gets these too.
+            stream: names the generation for `token_sink`; 32-bit integers.
 
         Raises:
             EngineError: the request is invalid, or was refused.
         """
         self._check_language_model()
         check_generate(request, self._bounds)
-        results = ResultCallback(asyncio.get_running_loop(), deliver_token)
+        results = ResultCallback(asyncio.get_running_loop())
+        if token_sink is not None:
+            results.token_sink, results.stream = token_sink, stream
         submission = self._submit(request, "generate", results)
         state = GenerationState(request=request, stream_interval=request.stream_interval, **submission)
         running = RunningGeneration(state, self._leave, deliver)

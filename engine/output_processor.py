@@ -166,7 +166,7 @@ class OutputProcessor:
         if not streamed.any():
             return due
         rows = due[streamed]
-        self._stream.add_tokens(*self._table.streams.tokens(slots[rows], out, rows, now))
+        self._stream.add_tokens(slots[rows], out, rows, now)
         return due[~streamed]
 
     def _verified(self, step: Step, out: VerifyOutput, now: float) -> None:

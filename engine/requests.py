@@ -281,6 +281,7 @@ class StepTokens(NamedTuple):
     The log-probability columns are None if no row wants any, and are as wide as the widest row wants.
     """
 
+    streams: Int32s  # [R, 2] the name of each row's stream
     branches: Int32s  # [R]
     tokens: Int32s  # [R]
     cached: Int32s  # [R], as in GenerateChunk
@@ -292,6 +293,10 @@ class StepTokens(NamedTuple):
     top_ids: Int32s | None  # [R, T]
     top_logprobs: Float32s | None  # [R, T]
     chosen_logprobs: Float32s | None  # [R, C]
+
+    def rows(self, start: int, stop: int) -> "StepTokens":
+        """Returns some of the rows, whose arrays are views."""
+        return StepTokens._make(None if column is None else column[start:stop] for column in self)
 
     def chunk(self, row: int) -> GenerateChunk:
         """Returns a row as a chunk, whose arrays are views."""

@@ -254,7 +254,7 @@ class Link(asyncio.Protocol):
         Raises:
             FrameError: the call does not fit a frame.
         """
-        self._number += 1
+        self._next_number()
         self._send(self._encoded(call, epoch, streamed=False))
         self._figures.calls += 1
         found = self._calls[self._number] = LinkCall(self, self._number, epoch)
@@ -266,7 +266,7 @@ class Link(asyncio.Protocol):
         Raises:
             FrameError: the call does not fit a frame.
         """
-        self._number += 1
+        self._next_number()
         self._send(self._encoded(call, epoch, streamed=True))
         self._figures.calls += 1
         found = self._calls[self._number] = LinkStream(self, self._number, epoch)
@@ -276,6 +276,12 @@ class Link(asyncio.Protocol):
         """Ends a call. Does nothing for one that has ended."""
         if self._calls.pop(number, None) is not None and self.is_open:
             self._send(messages.CANCEL.encode(messages.CancelCall(number)))
+
+    def _next_number(self) -> None:
+        """Chooses a call's number, which fits 32 bits however long the link lives."""
+        self._number = self._number % messages.MAX_NUMBER + 1
+        while self._number in self._calls:
+            self._number = self._number % messages.MAX_NUMBER + 1
 
     def _encoded(self, call: AnyCall, epoch: int, *, streamed: bool) -> bytes:
         if isinstance(call, tuple):

@@ -32,6 +32,7 @@ from engine.requests import (
     PoolingResult,
     ScoreRequest,
     ScoreResult,
+    StepTokens,
     UInt8s,
 )
 
@@ -40,6 +41,7 @@ MAX_DIMENSIONS = 2
 DTYPES = tuple(np.dtype(name) for name in ("<i4", "<f4", "<f8", "u1", "?"))
 FINISHES = (None, FinishReason.STOP, FinishReason.LENGTH)
 ABSENT = -1
+MAX_NUMBER = 2**31 - 1  # of a call
 NO_LOAD = Load(0, 0.0)
 M = TypeVar("M")
 
@@ -264,8 +266,65 @@ CANCEL = MessageType(FrameKind.CANCEL, CancelCall)
 RESULTS = MessageType(FrameKind.RESULTS, Results)
 
 
-def columns_of(chunks: Sequence[NumberedChunk]) -> ChunkColumns:
-    """Returns chunks as columns."""
+def columns_of(parts: Sequence[NumberedChunk | StepTokens]) -> ChunkColumns:
+    """Returns chunks, and the tokens of steps, as columns in the same order."""
+    found: list[ChunkColumns] = []
+    chunks: list[NumberedChunk] = []
+    for part in parts:
+        if isinstance(part, NumberedChunk):
+            chunks.append(part)
+            continue
+        if chunks:
+            found.append(_columns_of_chunks(chunks))
+            chunks = []
+        found.append(_columns_of_tokens(part))
+    if chunks:
+        found.append(_columns_of_chunks(chunks))
+    if len(found) == 1:
+        return found[0]
+    columns = zip(*map(msgspec.structs.astuple, found), strict=True)
+    return ChunkColumns(*map(np.concatenate, columns))
+
+
+def _columns_of_tokens(step: StepTokens) -> ChunkColumns:
+    """Returns each row as a chunk of one token."""
+    count = len(step.tokens)
+    zeros, absent = np.zeros(count, np.int32), np.full(count, ABSENT, np.int32)
+    scored, numbers, prompts = step.scored, *np.ascontiguousarray(step.streams.T)
+    ones = np.ones(count, np.int32)
+
+    def wide(values: npt.NDArray[Any] | None, width: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        if values is None:
+            return np.empty(0, dtype)
+        places = scored[:, None] & (np.arange(values.shape[1]) < step.widths[:, width, None])
+        return values[places].astype(dtype, copy=False)
+
+    def flat(values: npt.NDArray[Any] | None, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        return np.empty(0, dtype) if values is None else values[scored].astype(dtype, copy=False)
+
+    return ChunkColumns(
+        numbers=numbers,
+        prompts=prompts,
+        branches=step.branches,
+        counts=ones,
+        tokens=step.tokens.astype(np.int32, copy=False),
+        finishes=zeros.astype(np.uint8),
+        stop_tokens=absent,
+        cached=step.cached,
+        drafted=zeros,
+        accepted=zeros,
+        seconds=step.seconds,
+        widths=step.widths,
+        scored=scored.astype(np.uint8),
+        logprobs=flat(step.logprobs, np.float32),
+        ranks=flat(step.ranks, np.int32),
+        top_ids=wide(step.top_ids, 0, np.int32),
+        top_logprobs=wide(step.top_logprobs, 0, np.float32),
+        chosen_logprobs=wide(step.chosen_logprobs, 1, np.float32),
+    )
+
+
+def _columns_of_chunks(chunks: Sequence[NumberedChunk]) -> ChunkColumns:
     rows = [chunk for _, _, chunk in chunks]
     scored = [chunk for chunk in rows if chunk.logprobs is not None]
 

@@ -1,11 +1,11 @@
 """The replica's end of its links: takes calls from ingresses and sends their results, many in one frame.
 
 A link has one frame for all results of its calls that there are when the event loop has run what a step woke. A call
-costs no message of Ray's and no task on Serve's side.
+costs no message of Ray's and no task on Serve's side. The tokens of a step for all streams of a link come as columns
+and leave as columns: no stream has a task, and no token an object.
 """
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import socket
@@ -27,8 +27,9 @@ from deployments.link.handshake import (
     proof_of,
 )
 from deployments.observability.link_figures import LinkFigures
-from deployments.protocol import Failure, GenerateReply, PromptScores, ReplicaService
-from engine.requests import ErrorCode
+from deployments.protocol import Failure, PromptChunk, PromptScores, ReplicaService, RunningCall
+from engine.channels import TokenSink
+from engine.requests import ErrorCode, StepTokens
 
 log = logging.getLogger("ray.serve")
 HANDSHAKE_S = 5.0
@@ -111,21 +112,21 @@ class _ServerLink(asyncio.Protocol):
         self._address = address
         self._reader = FrameReader(MAX_HANDSHAKE_BYTES)
         self._nonce = new_nonce()
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._transport: Any = None
         self._timer: asyncio.TimerHandle | None = None
         self._prompts: list[messages.ScoredPrompt] = []
-        self._chunks: list[messages.NumberedChunk] = []
+        self._chunks: list[messages.NumberedChunk | StepTokens] = []  # in order
         self._answers: list[messages.Answer] = []
         self._flushing = False
-        self.calls: dict[int, asyncio.Task[None]] = {}
+        self.calls: dict[int, RunningCall] = {}
         self.is_open = False  # the handshake has ended
 
     # The connection.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        self._timer = self._loop.call_later(HANDSHAKE_S, self.close)
+        self._timer = self.loop.call_later(HANDSHAKE_S, self.close)
         if not self._server.opened(self):
             self.close()
             return
@@ -136,8 +137,8 @@ class _ServerLink(asyncio.Protocol):
         self._server.closed(self)
         if self._timer is not None:
             self._timer.cancel()
-        for task in list(self.calls.values()):
-            task.cancel()
+        for call in list(self.calls.values()):
+            call.cancel()
 
     def close(self) -> None:
         """Closes the connection, whatever is unsent."""
@@ -172,16 +173,14 @@ class _ServerLink(asyncio.Protocol):
                 self._begin(pooling.number, lambda: self._pooling(pooling))
             case FrameKind.GENERATE:
                 generation = messages.GENERATE.decode(frame)
-                work = self._stream if generation.streamed else self._generate
-                self._begin(generation.number, lambda: work(generation))
+                if generation.streamed:
+                    self._stream(generation)
+                else:
+                    self._begin(generation.number, lambda: self._generate(generation))
             case FrameKind.CANCEL:
-                number = messages.CANCEL.decode(frame).number
-                task = self.calls.get(number)
-                if task is not None:
-                    task.cancel()
-                    task.add_done_callback(
-                        partial(self._forget, number)
-                    )  # one that had not begun forgets nothing itself
+                call = self.calls.pop(messages.CANCEL.decode(frame).number, None)
+                if call is not None:
+                    call.cancel()
             case _:
                 _refuse(frame)
 
@@ -201,15 +200,21 @@ class _ServerLink(asyncio.Protocol):
 
     # Calls.
 
-    def _begin(self, number: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        if number in self.calls:
-            raise FrameError(f"The number of a call must be new. Given: {number}.")
+    def _takes(self, number: int) -> bool:
+        """Counts a call. Returns False for one that is refused."""
+        if number in self.calls or not 0 <= number <= messages.MAX_NUMBER:
+            raise FrameError(f"The number of a call must be new and in [0, {messages.MAX_NUMBER}]. Given: {number}.")
         if len(self.calls) >= MAX_CALLS:
             full = Failure(ErrorCode.OVERLOADED, "The link has too many calls.", None, self._service.load())
             self._fail(number, full)
-            return
+            return False
         self._figures.calls += 1
-        self.calls[number] = self._loop.create_task(self._run(number, work()))
+        return True
+
+    def _begin(self, number: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if self._takes(number):
+            task = self.calls[number] = self.loop.create_task(self._run(number, work()))
+            task.add_done_callback(partial(self._forget, number))
 
     def _forget(self, number: int, task: "asyncio.Task[None]") -> None:
         if self.calls.get(number) is task:
@@ -219,11 +224,36 @@ class _ServerLink(asyncio.Protocol):
         try:
             await work
         except Exception:
-            log.exception("A call of a link raised.")
-            failure = Failure(ErrorCode.STEP_FAILED, "The server failed on this request.", None)
-            self._fail(number, failure)
-        finally:
-            self.calls.pop(number, None)
+            self._fault(number)
+
+    def _fault(self, number: int) -> None:
+        """Answers a call that raised, in an `except` block."""
+        log.exception("A call of a link raised.")
+        self._fail(number, Failure(ErrorCode.STEP_FAILED, "The server failed on this request.", None))
+
+    def _stream(self, call: messages.GenerationCall) -> None:
+        if not self._takes(call.number):
+            return
+        receiver = _LinkReceiver(self, call.number)
+        try:
+            running = self._service.begin_stream(call.requests, receiver)
+        except Exception:
+            self._fault(call.number)
+            return
+        if isinstance(running, Failure):
+            self._fail(call.number, running)
+        elif not receiver.ended:  # else the engine refused all prompts
+            self.calls[call.number] = running
+
+    def put_tokens(self, tokens: StepTokens) -> None:
+        """Takes what one step brought for the streams of this link."""
+        self._chunks.append(tokens)
+        self._flush_soon()
+
+    def ended(self, number: int) -> None:
+        """Ends a stream."""
+        self.calls.pop(number, None)
+        self._answer(messages.CallEnd(number))
 
     async def _score(self, call: messages.ScoreCall) -> None:
         found = await self._service.score(call.request)
@@ -247,28 +277,23 @@ class _ServerLink(asyncio.Protocol):
             self._answer(messages.PoolingAnswer(call.number, found._replace(load=messages.NO_LOAD)))
 
     async def _generate(self, call: messages.GenerationCall) -> None:
-        self._add(call.number, await self._service.generate(call.requests, call.epoch))
-
-    async def _stream(self, call: messages.GenerationCall) -> None:
-        async with contextlib.aclosing(self._service.stream(call.requests, call.epoch)) as replies:  # type: ignore[type-var]
-            async for reply in replies:
-                self._add(call.number, reply, last=False)
+        reply = await self._service.generate(call.requests, call.epoch)
+        if isinstance(reply, Failure):
+            self._fail(call.number, reply)
+            return
+        for item in reply.chunks:
+            self.add(call.number, item)
         self._answer(messages.CallEnd(call.number))
 
-    def _add(self, number: int, reply: GenerateReply | Failure, *, last: bool = True) -> None:
-        """Queues the parts of a generation's reply."""
-        if isinstance(reply, Failure):
-            self._fail(number, reply)
-            return
-        for prompt, chunk in reply.chunks:
-            if isinstance(chunk, Failure):
-                self._answer(messages.CallFailure(number, chunk, prompt))
-            elif isinstance(chunk, PromptScores):
-                self._prompts.append(messages.ScoredPrompt(number, prompt, chunk))
-            else:
-                self._chunks.append(messages.NumberedChunk(number, prompt, chunk))
-        if last:
-            self._answers.append(messages.CallEnd(number))
+    def add(self, number: int, item: PromptChunk) -> None:
+        """Queues a part of a generation."""
+        prompt, chunk = item
+        if isinstance(chunk, Failure):
+            self._answers.append(messages.CallFailure(number, chunk, prompt))
+        elif isinstance(chunk, PromptScores):
+            self._prompts.append(messages.ScoredPrompt(number, prompt, chunk))
+        else:
+            self._chunks.append(messages.NumberedChunk(number, prompt, chunk))
         self._flush_soon()
 
     def _fail(self, number: int, failure: Failure) -> None:
@@ -282,7 +307,7 @@ class _ServerLink(asyncio.Protocol):
     def _flush_soon(self) -> None:
         if not self._flushing:
             self._flushing = True
-            self._loop.call_soon(self._flush)
+            self.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         """Sends all results that there are as one frame."""
@@ -306,6 +331,23 @@ class _ServerLink(asyncio.Protocol):
         self._figures.frames_sent += 1
         self._figures.bytes_sent += len(frame)
         self._transport.write(frame)
+
+
+class _LinkReceiver:
+    """Implements `StreamReceiver` for a streamed call of a link."""
+
+    def __init__(self, link: _ServerLink, number: int) -> None:
+        self.token_sink: TokenSink = link
+        self.number = number
+        self.ended = False
+        self._link = link
+
+    def add(self, item: PromptChunk) -> None:
+        self._link.add(self.number, item)
+
+    def end(self) -> None:
+        self.ended = True
+        self._link.ended(self.number)
 
 
 def _refuse(frame: LinkFrame) -> NoReturn:

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from prometheus_client.metrics_core import Metric
 
@@ -28,12 +27,14 @@ from deployments.protocol import (
     PromptScores,
     Route,
     RowsCall,
+    RunningCall,
+    StreamReceiver,
 )
-from deployments.quarantine import Entries, IsolationGuard
+from deployments.quarantine import Entries, IsolationGuard, IsolationLease
 from deployments.replica.utilization import Utilization
 from deployments.replica.weights_registry import WeightsPeers
 from deployments.stream_buffer import StreamBuffer
-from engine.engine import Engine, RunningGeneration
+from engine.engine import Engine
 from engine.model.interface import CausalLM
 from engine.model.loader import load_models
 from engine.model.weights_digest import joined_digest
@@ -57,6 +58,7 @@ RowsReply = ScoreResult | PoolingResult | LikelihoodReply | Failure
 STOP_S = 10.0
 SHARED_CANARY = 0.5  # periods: all ingresses share a canary that passed so recently
 LOST_STOP_S = 1.0
+FAULT = Failure(ErrorCode.STEP_FAILED, "The server failed on this request.", None)
 PACKAGES = ("torch", "transformers", "flashinfer-python", "triton")
 
 
@@ -324,75 +326,67 @@ class ReplicaServer:
 
         A failed prompt is a Failure among the chunks, and the others go on.
         """
-        try:
-            requests = self._admitted(requests)
-            lease = self._guard.admit(requests)
-        except EngineError as error:
-            yield self._failure(error)
+        buffer = StreamBuffer()
+        running = self.begin_stream(requests, buffer)
+        if isinstance(running, Failure):
+            yield running
             return
-        buffer = StreamBuffer(len(requests))
-        works = [work for q, request in enumerate(requests) if (work := self._begin(q, request, buffer)) is not None]
-        buffer.single = len(requests) == 1 and bool(works) and requests[0].params.n == 1
-        waited = False
         try:
             async for chunks in buffer:
-                if not waited:
-                    waited = True
-                    self._note_wait(chunks)
-                lease.received(chunks)
                 yield GenerateReply(chunks, epoch, self._load_of_turn())
         finally:  # also where the consumer has gone: nothing may go on computing
-            for work in works:
-                work.cancel()
-            lease.release()
-            tasks = [work for work in works if isinstance(work, asyncio.Task)]
-            await asyncio.gather(*tasks, return_exceptions=True)
+            running.cancel()
 
-    def _begin(
-        self, prompt: int, request: GenerateRequest, buffer: StreamBuffer
-    ) -> "asyncio.Task[None] | RunningGeneration | None":
-        """Starts a prompt's generation into the buffer, with a task of its own only where the prompt is scored.
+    def begin_stream(self, requests: GenerateCall, receiver: StreamReceiver) -> "_StreamedCall | Failure":
+        """Starts a generation whose parts are given to `receiver` as they are made, without a task of its own.
 
-        None: the engine refused it.
+        A failed prompt is a Failure among the parts, and the others go on.
         """
-        if request.prompt_logprobs is not None or request.prompt_only:
-            return asyncio.create_task(self._pump(prompt, request, buffer))
-
-        def deliver(result: GenerateChunk | EngineError) -> None:
-            if isinstance(result, EngineError):
-                buffer.add(PromptChunk(prompt, self._failure(result)))
-            else:
-                buffer.add(PromptChunk(prompt, result))
-            if running.over:
-                buffer.close_one()
-
         try:
-            running = self.engine.begin(request, deliver, partial(buffer.add_token, prompt))
+            requests = self._admitted(requests)
+            running = _StreamedCall(receiver, self._guard.admit(requests), self._metrics, len(requests))
         except EngineError as error:
-            buffer.add(PromptChunk(prompt, self._failure(error)))
-            buffer.close_one()
-            return None
+            return self._failure(error)
+        for prompt, request in enumerate(requests):
+            self._begin(prompt, request, running)
         return running
 
-    async def _pump(self, prompt: int, request: GenerateRequest, buffer: StreamBuffer) -> None:
+    def _begin(self, prompt: int, request: GenerateRequest, call: "_StreamedCall") -> None:
+        """Starts a prompt's generation, with a task only where the prompt is scored."""
+        if request.prompt_logprobs is not None or request.prompt_only:
+            call.works.append(asyncio.create_task(self._pump(prompt, request, call)))
+            return
+
+        def deliver(result: GenerateChunk | EngineError) -> None:
+            call.add(PromptChunk(prompt, self._failure(result) if isinstance(result, EngineError) else result))
+            if running.over:
+                call.close_one()
+
+        try:
+            running = self.engine.begin(request, deliver, call.receiver.token_sink, (call.receiver.number, prompt))
+        except EngineError as error:
+            call.add(PromptChunk(prompt, self._failure(error)))
+            call.close_one()
+            return
+        call.works.append(running)
+
+    async def _pump(self, prompt: int, request: GenerateRequest, call: "_StreamedCall") -> None:
         try:
             scores = await self._prompt_scores(request)
             if scores is not None:
-                buffer.add(PromptChunk(prompt, scores))
+                call.add(PromptChunk(prompt, scores))
             if request.prompt_only:
                 return
             async with contextlib.aclosing(self.engine.generate(request)) as chunks:
                 async for chunk in chunks:
-                    buffer.add(PromptChunk(prompt, chunk))
+                    call.add(PromptChunk(prompt, chunk))
         except EngineError as error:
-            buffer.add(PromptChunk(prompt, self._failure(error)))
+            call.add(PromptChunk(prompt, self._failure(error)))
+        except Exception:
+            log.exception("A prompt of a stream raised.")
+            call.add(PromptChunk(prompt, FAULT))
         finally:
-            buffer.close_one()
-
-    def _note_wait(self, chunks: Sequence[PromptChunk]) -> None:
-        first = chunks[0].chunk
-        if not isinstance(first, Failure):
-            self._metrics.waited(first.queue_s)
+            call.close_one()
 
     def _failure(self, error: EngineError) -> Failure:
         self._metrics.failed(error.code.value)
@@ -451,6 +445,44 @@ class ReplicaServer:
         raise RuntimeError(f"The step thread has not turned for {self._args.health.step_timeout_s:g} s.")
 
 
+class _StreamedCall:
+    """Represents a streamed generation call: the work of each of its prompts."""
+
+    def __init__(self, receiver: StreamReceiver, lease: IsolationLease, metrics: ReplicaMetrics, prompts: int) -> None:
+        self.receiver = receiver
+        self.works: list[RunningCall] = []
+        self._lease = lease
+        self._metrics = metrics
+        self._open = prompts
+        self._waited = False  # the time in the queue is noted
+        self._cancelled = False
+
+    def add(self, item: PromptChunk) -> None:
+        """Gives a part to the receiver."""
+        if not self._waited:
+            self._waited = True
+            if not isinstance(item.chunk, Failure):
+                self._metrics.waited(item.chunk.queue_s)
+        self._lease.received(item)
+        if not self._cancelled:
+            self.receiver.add(item)
+
+    def close_one(self) -> None:
+        """Notes the end of a prompt's work."""
+        self._open -= 1
+        if not self._open:
+            self._lease.release()
+            if not self._cancelled:
+                self.receiver.end()
+
+    def cancel(self) -> None:
+        """Ends the work that is left."""
+        self._cancelled = True
+        for work in self.works:
+            work.cancel()
+        self._lease.release()
+
+
 def package_versions(packages: Sequence[str]) -> dict[str, str]:
     """Returns the versions of the packages that are installed, ours first."""
     found = {}
@@ -484,7 +516,7 @@ def _reply(reply: RowsReply | BaseException) -> RowsReply:
     if not isinstance(reply, BaseException):
         return reply
     log.error("A request of a micro-batch raised.", exc_info=reply)
-    return Failure(ErrorCode.STEP_FAILED, "The server failed on this request.", None)
+    return FAULT
 
 
 def _first_engine_error(group: BaseExceptionGroup[BaseException]) -> EngineError:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from engine.batch.input_batch import DecodeSequences, ScheduledSequence
-from engine.channels import ResultSink
+from engine.channels import ResultSink, TokenSink
 from engine.kv_cache.manager import NO_SLOTS, TreeNode
 from engine.model.lm_head import RowLogprobs
 from engine.requests import (
@@ -427,7 +427,9 @@ class StreamTable:
 
     def __init__(self, slots: int) -> None:
         self.is_open = np.zeros(slots, np.bool_)  # [S]
-        self._sinks: dict[int, ResultSink] = {}
+        self._sinks: dict[int, TokenSink] = {}
+        self._sink_ids = np.zeros(slots, np.int64)  # of the sinks that the table holds
+        self._streams = np.zeros((slots, 2), np.int32)
         self._branches = np.zeros(slots, np.int32)
         self._cached = np.zeros(slots, np.int32)
         self._started = np.zeros(slots, np.float64)  # on the engine's clock, seconds
@@ -439,7 +441,8 @@ class StreamTable:
         """Adds a sequence that has its first token. From here on nothing of this changes but the time."""
         state, slot = sequence.parent, sequence.slot
         params = state.request.params
-        self._sinks[slot] = state.results
+        sink = self._sinks[slot] = state.results.token_sink
+        self._sink_ids[slot], self._streams[slot] = id(sink), state.results.stream
         self._branches[slot], self._cached[slot] = sequence.branch, state.cached
         self._started[slot] = state.started or 0.0
         self._seconds[slot] = state.queue_s(0.0), 0.0, state.prefill_s()
@@ -456,8 +459,8 @@ class StreamTable:
         self.is_open[slot] = False
         self._sinks.pop(slot, None)
 
-    def tokens(self, slots: Int64s, out: SampleOutput, rows: Int64s, now: float) -> tuple[list[ResultSink], StepTokens]:
-        """Returns the sinks of open streams, and their tokens.
+    def tokens(self, slots: Int64s, out: SampleOutput, rows: Int64s, now: float) -> list[tuple[TokenSink, StepTokens]]:
+        """Returns the tokens of open streams, together for each sink.
 
         Args:
             slots: i64 [R], the request slots of the streams.
@@ -465,10 +468,13 @@ class StreamTable:
             rows: i64 [R], the row of `out` of each stream.
             now: the engine's time, seconds.
         """
+        order = np.argsort(self._sink_ids[slots], kind="stable")
+        slots, rows = slots[order], rows[order]
         seconds = self._seconds[slots]
         seconds[:, 1] = now - self._started[slots]
         columns = (None if column is None else column[rows] for column in columns_of(out))
-        return [self._sinks[slot] for slot in slots.tolist()], StepTokens(
+        tokens = StepTokens(
+            self._streams[slots],
             self._branches[slots],
             out.tokens[rows],
             self._cached[slots],
@@ -477,6 +483,11 @@ class StreamTable:
             self._widths[slots],
             *columns,
         )
+        ends = [*(np.flatnonzero(np.diff(self._sink_ids[slots])) + 1).tolist(), len(slots)]
+        starts = [0, *ends[:-1]]
+        return [
+            (self._sinks[int(slots[start])], tokens.rows(start, end)) for start, end in zip(starts, ends, strict=True)
+        ]
 
 
 class RequestTable:

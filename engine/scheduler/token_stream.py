@@ -1,11 +1,9 @@
 """TokenStream: cuts the tokens of running sequences into the chunks that their callers receive."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from engine.channels import ResultDispatcher, ResultSink
-from engine.requests import FinishReason, GenerateChunk, Int32s, StepTokens
+from engine.channels import ResultDispatcher
+from engine.requests import FinishReason, GenerateChunk, Int32s, Int64s
 from engine.scheduler.request_state import GenerationState, LogprobColumns, RequestTable, SequenceState, columns_of
 from gpu_sampler.output import SampleOutput, VerifyOutput
 
@@ -41,9 +39,10 @@ class TokenStream:
         else:
             self._send_if_due(sequence, finish, now)
 
-    def add_tokens(self, sinks: Sequence[ResultSink], tokens: StepTokens) -> None:
-        """Takes one new token of each of several streams whose every token is a chunk."""
-        self._results.add_tokens(sinks, tokens)
+    def add_tokens(self, slots: Int64s, out: SampleOutput, rows: Int64s, now: float) -> None:
+        """Takes one new token of each of several streams whose every token is a chunk, as `StreamTable.tokens` does."""
+        for sink, tokens in self._table.streams.tokens(slots, out, rows, now):
+            self._results.add_tokens(sink, tokens)
 
     def finished_before(self, sequence: SequenceState, finish: FinishReason, now: float) -> None:
         """Sends an empty chunk for a resumed sequence that had all its tokens before."""

@@ -2,15 +2,24 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from deployments.link.messages import ABSENT
 from deployments.link.server import LinkServer
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.observability.link_figures import LinkFigures
-from deployments.protocol import ReplicaService, ReplicaTransport
+from deployments.protocol import (
+    Failure,
+    GenerateReply,
+    PromptChunk,
+    ReplicaService,
+    ReplicaTransport,
+    RunningCall,
+    StreamReceiver,
+)
 from deployments.routing.link_transport import LinkTransport
 from deployments.routing.load_tracker import LoadTracker
 
@@ -63,6 +72,20 @@ class Links:
         for server in self.servers.values():
             server.stop()
         await asyncio.sleep(0)
+
+
+def begun(replies: AsyncGenerator[GenerateReply | Failure, None], receiver: StreamReceiver) -> RunningCall:
+    """Gives a receiver what a generator of replies yields, as `ReplicaService.begin_stream` does."""
+
+    async def run() -> None:
+        async with contextlib.aclosing(replies):
+            async for reply in replies:
+                whole = (PromptChunk(ABSENT, reply),) if isinstance(reply, Failure) else reply.chunks
+                for item in whole:
+                    receiver.add(item)
+        receiver.end()
+
+    return asyncio.create_task(run())
 
 
 @contextlib.asynccontextmanager

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hmac
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from engine.requests import (
     ScoreResult,
 )
 from gpu_sampler.sampling_params import SamplingParams
+from tests.deployments.links import begun
 
 LOAD = Load(5, 100.0, 1000)
 Start = Callable[..., Awaitable[LinkServer]]
@@ -78,14 +79,17 @@ class Service:
         chunks = tuple(PromptChunk(0, self.chunk(b, 3, last=True)) for b in range(2))
         return GenerateReply(chunks, epoch, LOAD)
 
-    async def stream(self, requests: Any, epoch: int = 0, route: Any = None) -> AsyncIterator[GenerateReply]:
+    def begin_stream(self, requests: Any, receiver: Any) -> Any:
+        return begun(self._stream(requests), receiver)
+
+    async def _stream(self, requests: Any) -> AsyncGenerator[GenerateReply, None]:
         (request,) = requests
         self.began.append(request.request_id)
         try:
             for token in range(request.params.max_tokens):
                 await self.gate.wait()
                 chunk = self.chunk(0, 1, first=token, last=token == request.params.max_tokens - 1)
-                yield GenerateReply((PromptChunk(0, chunk),), epoch, LOAD)
+                yield GenerateReply((PromptChunk(0, chunk),), 0, LOAD)
                 await asyncio.sleep(0)
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.append(request.request_id)

@@ -6,6 +6,7 @@ import tracemalloc
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -36,6 +37,7 @@ from engine.requests import (
     PoolingTask,
     ScoreRequest,
     ScoreResult,
+    StepTokens,
 )
 from gpu_sampler.sampling_params import SamplingParams
 
@@ -267,6 +269,50 @@ def test_a_reader_that_trusts_the_lengths_of_arrays_would_fail(monkeypatch: pyte
     planted = messages.MessageType(FrameKind.SCORE, ScoreCall)
     (frame,) = read(hostile)
     assert planted.decode(frame).request.ids.nbytes == 4 * 0x03FFFFFF
+
+
+def step_tokens(widest: int = 2) -> StepTokens:
+    """Four streams: without log-probabilities, with two of the most probable, with none of them, with chosen ids."""
+    floats = -np.arange(1, 5, dtype=np.float32)
+    return StepTokens(
+        streams=ints(20, 0, 21, 1, 20, 1, 22, 0).reshape(4, 2),
+        branches=ints(0, 1, 0, 2),
+        tokens=ints(5, 6, 7, 8),
+        cached=ints(0, 3, 0, 0),
+        seconds=np.arange(12, dtype=np.float64).reshape(4, 3),
+        scored=np.array([False, True, True, True]),
+        widths=ints(ABSENT, ABSENT, widest, ABSENT, 0, ABSENT, ABSENT, 3).reshape(4, 2),
+        logprobs=floats,
+        ranks=ints(1, 2, 3, 4),
+        top_ids=np.arange(4 * widest, dtype=np.int32).reshape(4, widest),
+        top_logprobs=np.repeat(floats[:, None], widest, axis=1),
+        chosen_logprobs=np.repeat(floats[:, None], 3, axis=1) * 2,
+    )
+
+
+def chunks_apart(tokens: StepTokens) -> list[NumberedChunk]:
+    return [NumberedChunk(*map(int, tokens.streams[row]), tokens.chunk(row)) for row in range(len(tokens.tokens))]
+
+
+def same(found: messages.ChunkColumns, expected: messages.ChunkColumns) -> bool:
+    pairs = zip(msgspec.structs.astuple(found), msgspec.structs.astuple(expected), strict=True)
+    return all(a.dtype == b.dtype and a.shape == b.shape and (a == b).all() for a, b in pairs)
+
+
+def test_the_tokens_of_a_step_travel_as_chunks_of_one_token_would() -> None:
+    """Alone, without columns that no stream wants, and between chunks, in order. Planted: rows that change places."""
+    step = step_tokens()
+    plain = step._replace(
+        scored=np.zeros(4, np.bool_), logprobs=None, ranks=None, top_ids=None, top_logprobs=None, chosen_logprobs=None,
+        widths=np.full((4, 2), ABSENT, np.int32),
+    )  # fmt: skip
+    for tokens in (step, plain, step.rows(1, 3)):
+        assert same(messages.columns_of([tokens]), messages.columns_of(chunks_apart(tokens)))
+        mixed = [NUMBERED[0], tokens, plain, *NUMBERED[1:], tokens]
+        apart = [NUMBERED[0], *chunks_apart(tokens), *chunks_apart(plain), *NUMBERED[1:], *chunks_apart(tokens)]
+        assert same(messages.columns_of(mixed), messages.columns_of(apart))
+        assert len(list(messages.chunks_of(messages.columns_of(mixed)))) == len(apart)
+    assert not same(messages.columns_of([step]), messages.columns_of(chunks_apart(step)[::-1]))
 
 
 def test_columns_that_do_not_fit_each_other_are_refused() -> None:

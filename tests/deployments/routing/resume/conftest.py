@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from deployments.routing.load_tracker import LoadTracker
 from engine.requests import ErrorCode, GenerateChunk, GenerateRequest, Load, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 from tests.deployments.fleets import canaries_passed_by
-from tests.deployments.links import Links
+from tests.deployments.links import Links, begun
 from tests.deployments.replicas import assert_left_empty
 
 ERRORS: dict[str, BaseException] = {
@@ -63,7 +64,7 @@ class Fleet:
         if path == "link":
             services: Any = {name: _Cut(self, name) for name in servers}
             self.links = Links(services, transport, self.loads, self.metrics)
-            transport = self.links.transport
+            transport = self._noted(self.links.transport)
         self.dispatch = Dispatcher(transport, args, self.board, self.metrics, nothing, self.loads, self.quarantine)
 
     def count(self, name: str, **labels: str) -> float:
@@ -108,9 +109,20 @@ class Fleet:
         self.note(name, task, epoch)
         return name
 
-    def note(self, name: str, task: Any, epoch: int) -> None:
+    def _noted(self, transport: Any) -> Any:
+        """Notes the epochs of a link's calls, which replicas do not see."""
+
+        def noted(send: Any, call: Any, route: Route, epoch: int = 0) -> Any:
+            self.sent_epochs.append(epoch)
+            return send(call, route, epoch)
+
+        transport.call, transport.stream = partial(noted, transport.call), partial(noted, transport.stream)
+        return transport
+
+    def note(self, name: str, task: Any, epoch: int | None = None) -> None:
         self.sent.append((name, task))
-        self.sent_epochs.append(epoch)
+        if self.links is None and epoch is not None:
+            self.sent_epochs.append(epoch)
 
     async def answer(self, name: str, task: Any) -> object:
         server = self.servers[name]
@@ -145,10 +157,13 @@ class _Cut:
     def load(self) -> Load:
         return self._fleet.servers[self._name].load()
 
-    async def stream(self, requests: Any, epoch: int) -> AsyncGenerator[Any, None]:
-        self._fleet.note(self._name, requests, epoch)
+    def begin_stream(self, requests: Any, receiver: Any) -> Any:
+        return begun(self._stream(requests), receiver)
+
+    async def _stream(self, requests: Any) -> AsyncGenerator[Any, None]:
+        self._fleet.note(self._name, requests)
         cut, count = self._fleet._cut(), 0
-        source: Any = self._fleet.servers[self._name].stream(requests, epoch)
+        source: Any = self._fleet.servers[self._name].stream(requests)
         async with contextlib.aclosing(source) as replies:
             while True:
                 if count == cut.after and (refusal := await self._end(cut)) is not None:
@@ -162,11 +177,11 @@ class _Cut:
                 count += 1
 
     async def generate(self, requests: Any, epoch: int) -> Any:
-        self._fleet.note(self._name, requests, epoch)
+        self._fleet.note(self._name, requests)
         return await self._one(requests)
 
     async def score(self, request: Any) -> Any:
-        self._fleet.note(self._name, request, 0)
+        self._fleet.note(self._name, request)
         return await self._one(request)
 
     likelihood = score

@@ -97,12 +97,14 @@ async def test_a_stream_that_no_replica_took_is_let_in_nowhere(
     """A refusal is no acceptance. Planted: a replica that takes every second attempt for work that was accepted."""
     fleet = await fleet_of(engine=FULL)
     servers = list(fleet.servers.values())
+    attempts = []
     if planted:
         for server in servers:
             stream = server.stream
 
             def taken(call: GenerateCall, epoch: int = 0, stream: Any = stream) -> Any:
-                return stream(with_fields(call, already_admitted=epoch > 0), epoch)
+                attempts.append(call)
+                return stream(with_fields(call, already_admitted=len(attempts) > 1), epoch)
 
             monkeypatch.setattr(server, "stream", taken)
 
