@@ -410,3 +410,20 @@ async def test_a_link_to_a_process_that_has_gone_is_refused(start: Start) -> Non
     assert address is not None
     with pytest.raises(ConnectionRefusedError):
         await Link.connect(address, LinkFigures())
+
+
+async def test_the_number_of_a_call_fits_its_column_however_long_a_link_lives(start: Start) -> None:
+    link = await opened((await start()).address)
+    link._number = messages.MAX_NUMBER - 2
+    assert await asyncio.gather(*(tokens_of(link.stream(generation(9), 0)) for _ in range(5))) == [[*range(9)]] * 5
+    assert link._number == 3
+    link.close()
+
+
+@pytest.mark.parametrize("number", [-1, messages.MAX_NUMBER + 1, 1 << 63])
+async def test_a_number_that_does_not_fit_closes_the_link(start: Start, number: int) -> None:
+    found = await start()
+    link = await opened(found.address)
+    link._send(messages.GENERATE.encode(messages.GenerationCall(number, generation(), 0, streamed=True)))
+    await until(lambda: not link.is_open)
+    assert found.figures.losses["invalid"] == 1

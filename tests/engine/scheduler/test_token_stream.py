@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.batch.input_batch import ScheduledSequence, StepKind
-from engine.requests import EngineError, ErrorCode, GenerateChunk, GenerateRequest
+from engine.requests import EngineError, ErrorCode, GenerateChunk, GenerateRequest, StepTokens
 from gpu_sampler.output import RowFlag
 
 MakeRig = Callable[..., Any]
@@ -165,3 +165,49 @@ async def test_other_numbers_are_refused_by_name(
     with pytest.raises(EngineError) as caught:
         await make_rig().run(generate_job([1, 2], **fields))
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_VALUE, *fields)
+
+
+class CountedSink:
+    """A sink of several streams, which keeps what each call brought."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.calls: list[list[tuple[int, int]]] = []
+        self.tokens: dict[tuple[int, int], list[int]] = {}
+
+    def put_tokens(self, tokens: StepTokens) -> None:
+        names = [(call, prompt) for call, prompt in tokens.streams.tolist()]
+        self.calls.append(names)
+        for row, name in enumerate(names):
+            self.tokens.setdefault(name, []).extend(tokens.chunk(row).tokens.tolist())
+
+
+async def test_a_step_is_one_call_for_all_streams_of_a_sink(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    """Three streams each of two sinks get the tokens that they get alone, and a sink is called once for a step."""
+    rig = make_rig()
+    sinks = [CountedSink(asyncio.get_running_loop()) for _ in range(2)]
+    requests = [generate_job(range(20 + number), max_tokens=30, seed=number) for number in range(6)]
+    expected = [(await rig.run(request)).tokens for request in requests]
+    heard: dict[int, list[int]] = {}
+    ended = asyncio.Semaphore(0)
+
+    def started(number: int) -> None:
+        def deliver(result: GenerateChunk | EngineError) -> None:
+            assert isinstance(result, GenerateChunk)
+            heard.setdefault(number, []).extend(result.tokens.tolist())
+            if result.finish is not None:
+                ended.release()
+
+        rig.engine.begin(requests[number], deliver, sinks[number % 2], (number, 7))
+
+    for number in range(6):
+        started(number)
+    for _ in range(6):
+        await ended.acquire()
+    for number, tokens in enumerate(expected):
+        first, *rest = heard[number]
+        assert (first, *sinks[number % 2].tokens[number, 7], *rest) == tokens
+        assert len(rest) == 1  # the last token, which ends the stream
+    for sink in sinks:
+        assert len(sink.calls) <= 30 < sum(map(len, sink.calls))
+        assert all(len(set(names)) == len(names) for names in sink.calls)
