@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs what needs a GPU, a stage at a time, on a machine whose python3 has torch and Triton for it:
 #
-#     sh benchmarks/gpu_session.sh OUT STAGE...     stages: suite paired kernels work startup http streams loads numerics
+#     sh benchmarks/gpu_session.sh OUT STAGE...     stages: suite paired kernels work startup http streams loads mixed numerics
 #
 # Each stage writes its results below OUT and ends by itself; STAGE_S (default 540) bounds it in seconds. Variables:
 #     BASE       a checkout to compare with, for `paired` (commit 635edbb, with the module paths of that commit)
@@ -142,6 +142,13 @@ loads() {
     stop
 }
 
+# Ragged scores, streams, and both together.
+mixed() {
+    serve || { stop; return 1; }
+    within python3 -m benchmarks.service.bench_mixed "http://127.0.0.1:$port" --out "$out"
+    stop
+}
+
 # The engine alone with either `engine.numerics`.
 numerics() {
     for kind in fast invariant; do
@@ -153,7 +160,7 @@ numerics() {
 status=0
 for stage in "$@"; do
     case $stage in
-        suite | paired | kernels | work | startup | http | streams | loads | numerics) echo "== $stage"; $stage || status=1 ;;
+        suite | paired | kernels | work | startup | http | streams | loads | mixed | numerics) echo "== $stage"; $stage || status=1 ;;
         *) echo "unknown stage: $stage" >&2; exit 2 ;;
     esac
 done

@@ -309,7 +309,13 @@ def test_the_tokens_of_a_step_travel_as_chunks_of_one_token_would() -> None:
     for tokens in (step, plain, step.rows(1, 3)):
         assert same(messages.columns_of([tokens]), messages.columns_of(chunks_apart(tokens)))
         mixed: list[Any] = [NUMBERED[0], tokens, plain, *NUMBERED[1:], tokens]
-        apart: list[Any] = [NUMBERED[0], *chunks_apart(tokens), *chunks_apart(plain), *NUMBERED[1:], *chunks_apart(tokens)]
+        apart: list[Any] = [
+            NUMBERED[0],
+            *chunks_apart(tokens),
+            *chunks_apart(plain),
+            *NUMBERED[1:],
+            *chunks_apart(tokens),
+        ]
         assert same(messages.columns_of(mixed), messages.columns_of(apart))
         assert len(list(messages.chunks_of(messages.columns_of(mixed)))) == len(apart)
     assert not same(messages.columns_of([step]), messages.columns_of(chunks_apart(step)[::-1]))
