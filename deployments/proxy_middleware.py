@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Awaitable, Hashable, Iterable
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
@@ -150,23 +150,31 @@ class ProxyMiddleware:
         headers, client_id = readable(scope["headers"])
         headers += (REQUEST_ID, request_id.encode("ascii")), *self._added  # Serve logs the id, and answers with it
 
-        async def send_with_client_id(message: Message) -> None:
-            if message["type"] == "http.response.start" and client_id is not None:
-                message = {**message, "headers": [*message.get("headers", ()), (CLIENT_ID, client_id)]}
-            await send(message)
-
         if scope.get("http_version") == "1.0":
             send = WholeAnswer(send)
+        if client_id is not None:
+            send = _with_header(send, CLIENT_ID, client_id)
         named = {**scope, "headers": headers, SCOPE_ID: request_id}
         if not self._in_proxy:
-            await self._app(named, receive, send_with_client_id)
+            await self._app(named, receive, send)
             return
         await self._turns.take(next((value for name, value in headers if name == b"authorization"), b""))
         try:
-            await self._app(named, receive, send_with_client_id)
+            await self._app(named, receive, send)
         finally:
             if _declared_bytes(headers) >= LARGE_BYTES:
                 self._memory.ended()
+
+
+def _with_header(send: Send, name: bytes, value: bytes) -> Send:
+    """Returns a `send` that adds a header to an answer."""
+
+    def send_with_header(message: Message) -> Awaitable[None]:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (name, value)]}
+        return send(message)
+
+    return send_with_header
 
 
 def _declared_bytes(headers: Headers) -> int:

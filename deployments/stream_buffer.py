@@ -31,19 +31,34 @@ class PendingChunks:
     """
 
     def __init__(self) -> None:
+        self._only: PromptChunk | None = None  # the first chunk, until another part comes
         self._parts: dict[tuple[int, int], list[Part]] = {}  # by prompt and branch; the prompt has branch -1
 
     def __bool__(self) -> bool:
-        return bool(self._parts)
+        return self._only is not None or bool(self._parts)
 
     def add(self, item: PromptChunk) -> None:
         """Takes a chunk behind those of its branch."""
-        branch = item.chunk.branch if isinstance(item.chunk, GenerateChunk) else -1
-        self._add((item.prompt, branch), item.chunk)
+        if self._only is None and not self._parts:
+            self._only = item
+            return
+        self._spread()
+        self._add_chunk(item)
 
     def add_token(self, tokens: StepTokens, row: int) -> None:
         """Takes a token of a step. The second number of its stream is the prompt."""
+        self._spread()
         self._add((int(tokens.streams[row, 1]), int(tokens.branches[row])), TokenRow(tokens, row))
+
+    def _spread(self) -> None:
+        """Puts the only chunk where other parts can join it."""
+        only, self._only = self._only, None
+        if only is not None:
+            self._add_chunk(only)
+
+    def _add_chunk(self, item: PromptChunk) -> None:
+        branch = item.chunk.branch if isinstance(item.chunk, GenerateChunk) else -1
+        self._add((item.prompt, branch), item.chunk)
 
     def _add(self, key: tuple[int, int], part: Part) -> None:
         parts = self._parts.get(key)
@@ -56,11 +71,15 @@ class PendingChunks:
 
     def take(self) -> tuple[PromptChunk, ...]:
         """Removes and returns all chunks, one a branch, in order of first arrival."""
+        if self._only is not None:
+            only, self._only = self._only, None
+            return (only,)
         taken, self._parts = self._parts, {}
         return tuple(PromptChunk(prompt, _joined(parts)) for (prompt, _), parts in taken.items())
 
     def take_sorted(self) -> tuple[PromptChunk, ...]:
         """Does the same in order of prompt and branch, a prompt's own part first."""
+        self._spread()
         self._parts = {key: self._parts[key] for key in sorted(self._parts)}
         return self.take()
 

@@ -343,7 +343,7 @@ class _HeaderSender:
         self._statuses = statuses
         self.status = 0
 
-    async def __call__(self, message: Message) -> None:
+    def __call__(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             self.status = self._statuses.get(message["status"], message["status"])
             ours = {"x-assay-request-id": self._exchange.request_id, **self._exchange.headers}
@@ -351,4 +351,4 @@ class _HeaderSender:
             message = {**message, "status": self.status, "headers": [*message.get("headers", []), *pairs]}
         elif self._head and message["type"] == "http.response.body":
             message = {**message, "body": b""}
-        await self._send(message)
+        return self._send(message)

@@ -6,7 +6,7 @@ client's connection is full, and takes together what has been made meanwhile.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
 from pydantic_core import to_json
@@ -51,6 +51,9 @@ class _Buffer:
         self._size += len(data)
         return not unread or unread + len(data) <= self._most  # one event alone may be larger
 
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
     def take(self) -> bytes:
         """Returns all data that waits: pieces are joined only while the connection is full."""
         parts, self._parts = self._parts, []
@@ -85,12 +88,15 @@ class _Writer:
     def put(self, data: bytes) -> bool:
         """Writes data. Returns False if the client is too far behind."""
         kept = self._buffer.put(data)
-        if self._task is None:
-            self._wrote = self._loop.time()
-            rest = _begun(self._drain())
-            if rest is not None:
-                self._task = self._loop.create_task(self._wait(rest))
-                self._task.add_done_callback(self._ended)
+        if self._task is not None:
+            return kept
+        self._wrote = self._loop.time()
+        begun = _begun(self._send_next() if self.started else self._drain())
+        if begun is None:
+            self._buffer.sent()
+        else:
+            self._task = self._loop.create_task(self._wait(self._drain(begun)))
+            self._task.add_done_callback(self._ended)
         return kept
 
     async def finish(self, last: bytes) -> None:
@@ -110,17 +116,28 @@ class _Writer:
         if self._task is not None:
             self._task.cancel()
 
-    async def _drain(self) -> None:
+    def _send_next(self) -> Awaitable[None]:
+        """Returns the write of all data that waits."""
+        return self._send({"type": "http.response.body", "body": self._buffer.take(), "more_body": True})
+
+    async def _drain(self, begun: "_Rest | None" = None) -> None:
+        """Writes until no data waits. `begun`: a write that comes first."""
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        while data := self._buffer.take():
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
-            self._buffer.sent()
-            if self._alarm is not None:
-                self._alarm.reschedule(self._loop.time() + self._settings.read_timeout_s)
+        if begun is not None:
+            await begun
+            self._note_sent()
+        while self._buffer:
+            await self._send_next()
+            self._note_sent()
 
-    async def _wait(self, writing: "Coroutine[Any, Any, None] | _Rest | Any") -> None:
+    def _note_sent(self) -> None:
+        self._buffer.sent()
+        if self._alarm is not None:
+            self._alarm.reschedule(self._loop.time() + self._settings.read_timeout_s)
+
+    async def _wait(self, writing: Awaitable[None]) -> None:
         """Awaits a write. Raises ClientGone if the client takes nothing for too long, even of data that fits."""
         try:
             async with asyncio.timeout(self._settings.read_timeout_s) as self._alarm:
@@ -148,9 +165,9 @@ class _Writer:
 
 
 class _Rest:
-    """Awaits the rest of a coroutine that has begun."""
+    """Awaits the rest of work that has begun."""
 
-    def __init__(self, work: Coroutine[Any, Any, None], waited: object) -> None:
+    def __init__(self, work: Generator[Any, Any, None], waited: object) -> None:
         self._work = work
         self._waited = waited
 
@@ -169,22 +186,34 @@ class _Rest:
                 return
 
 
-def _begun(work: Coroutine[Any, Any, None]) -> _Rest | None:
-    """Runs a coroutine until it waits for the first time. Returns what is left of it; None if it has ended."""
+def _begun(work: Awaitable[None]) -> _Rest | None:
+    """Runs work until it waits for the first time. Returns what is left of it; None if it has ended."""
+    steps = work.__await__()
     try:
-        return _Rest(work, work.send(None))
+        return _Rest(steps, steps.send(None))
     except StopIteration:
         return None
 
 
+Write = Callable[[bytes], None]
+
+
 class EventStream(Response):
-    """Sends what `events` yields. An error has its own status before the first event, and is an event after it."""
+    """Sends what `produce` writes. An error has its own status before the first event, and is an event after it.
+
+    `produce` calls its argument with each piece of the stream, which raises ClientGone if the client is too far behind.
+    """
 
     def __init__(
-        self, events: AsyncIterator[bytes], *, context: RequestContext, settings: StreamArgs, observer: IngressMetrics
+        self,
+        produce: Callable[[Write], Awaitable[None]],
+        *,
+        context: RequestContext,
+        settings: StreamArgs,
+        observer: IngressMetrics,
     ) -> None:
         super().__init__(status_code=200, media_type="text/event-stream")
-        self._events = events
+        self._produce_events = produce
         self._exchange = context
         self._settings = settings
         self._observer = observer
@@ -224,11 +253,14 @@ class EventStream(Response):
         Raises:
             ClientGone: the client fell too far behind.
         """
+
+        def write(data: bytes) -> None:
+            self._phase = "stream"
+            if not writer.put(data):
+                raise ClientGone
+
         try:
-            async for data in self._events:
-                self._phase = "stream"
-                if not writer.put(data):
-                    raise ClientGone
+            await self._produce_events(write)
         except ApiError as error:
             return self._exchange.fail(error)
         except ClientGone:
@@ -236,9 +268,5 @@ class EventStream(Response):
         except Exception:
             log.exception("Unhandled in the stream of request %s", self._exchange.request_id)
             return self._exchange.fail(internal_error())
-        finally:
-            close = getattr(self._events, "aclose", None)
-            if close is not None:
-                await close()
         self._phase = "last"  # everything is made, but perhaps not yet sent
         return None

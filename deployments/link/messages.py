@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from deployments.link import handshake
 from deployments.link.frames import MAX_FRAME_BYTES, FrameError, FrameKind, LinkFrame, encode_frame
-from deployments.protocol import Failure, LikelihoodReply, PromptScores
+from deployments.protocol import Failure, LikelihoodReply, PromptChunk, PromptScores
 from engine.requests import (
     FinishReason,
     Float32s,
@@ -353,8 +353,8 @@ def _columns_of_chunks(chunks: Sequence[NumberedChunk]) -> ChunkColumns:
     )
 
 
-def chunks_of(columns: ChunkColumns) -> Iterator[NumberedChunk]:
-    """Yields the chunks of columns. Their arrays are views.
+def chunks_of(columns: ChunkColumns) -> Iterator[tuple[int, PromptChunk]]:
+    """Yields the chunks of columns, each with the number of its call. Their arrays are views.
 
     Raises:
         FrameError: the columns do not fit each other.
@@ -388,7 +388,7 @@ def chunks_of(columns: ChunkColumns) -> Iterator[NumberedChunk]:
             branch, tokens, logprobs, ranks, top_ids, top_logprobs, chosen_logprobs, FINISHES[finish],
             None if stop == ABSENT else stop, cached, queue_s, compute_s, drafted, accepted, prefill_s,
         )  # fmt: skip
-        yield NumberedChunk(number, prompt, chunk)
+        yield number, PromptChunk(prompt, chunk)
 
 
 def _check_columns(columns: ChunkColumns) -> None:

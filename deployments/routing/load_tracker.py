@@ -235,12 +235,18 @@ class LoadTracker:
 
     def report(self, number: int, load: Load) -> None:
         """Takes what the ticket's replica reports about itself."""
+        found = self._replica_of(number)
+        if found is None or found.latest is load:  # one report of a whole frame
+            return
         with self._lock:
-            ticket = self._tickets.get(number)
-            found = None if ticket is None else self._replicas.get(ticket.replica)
-            if ticket is not None and found is not None and found.latest is not load:  # one report of a whole frame
+            ticket, found = self._tickets.get(number), self._replica_of(number)
+            if ticket is not None and found is not None:
                 found.report(load, self._clock())
                 self._table.update(ticket.replica, found)
+
+    def _replica_of(self, number: int) -> _Replica | None:
+        ticket = self._tickets.get(number)
+        return None if ticket is None else self._replicas.get(ticket.replica)
 
     def where(self, number: int) -> str:
         """Returns the replica of an open ticket: empty while the router has not chosen one."""

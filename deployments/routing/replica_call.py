@@ -20,7 +20,6 @@ from deployments.protocol import (
     Failure,
     GenerateReply,
     PendingReply,
-    PromptChunk,
     ReplicaTransport,
     Route,
     common,
@@ -56,8 +55,10 @@ class RetryableError(Exception):
 def check(reply: object, isolated: bool) -> None:
     """Raises for a Failure, alone or as the first among a reply's chunks."""
     if isinstance(reply, GenerateReply):
-        chunks: Sequence[PromptChunk] = reply.chunks
-        reply = next((item.chunk for item in chunks if isinstance(item.chunk, Failure)), None)
+        for item in reply.chunks:
+            if isinstance(item.chunk, Failure):
+                reply = item.chunk
+                break
     if not isinstance(reply, Failure):
         return
     error = from_failure(reply)

@@ -9,13 +9,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from deployments.errors import ApiError
 from deployments.protocol import (
-    Failure,
     GenerateCall,
     GenerateReply,
     PromptChunk,
@@ -40,7 +38,7 @@ from deployments.routing.replica_call import (
 )
 from deployments.routing.retry import RetryPolicy, RetryState
 from deployments.stream_buffer import PendingChunks
-from engine.requests import Int32s
+from engine.requests import GenerateChunk, Int32s
 
 Branch = tuple[int, int]  # prompt and branch, in the numbering of the client's call
 CHECKPOINT = 256  # tokens of a branch of a plain answer that a lost replica can cost
@@ -91,22 +89,22 @@ class StreamProgress:
 
     def _take_chunk(self, item: PromptChunk) -> PromptChunk | None:
         prompt, chunk = self._sent[item.prompt], item.chunk
-        if isinstance(chunk, PromptScores):
-            if prompt not in self._unscored:
-                return None
-            self._unscored.discard(prompt)
-            self._scored = True
-        elif not isinstance(chunk, Failure):
+        if isinstance(chunk, GenerateChunk):
             branch = (prompt, chunk.branch)
             if branch not in self._open:
                 return None
-            self._tokens[branch] += chunk.tokens.tobytes()
+            self._tokens[branch].extend(chunk.tokens.tobytes())
             if chunk.finish is not None:
                 self._open.discard(branch)
             first = self._cached.setdefault(prompt, chunk.cached)
             if self.epoch:  # tokens that were generated before are no part of the prompt
                 chunk = chunk._replace(cached=first)
-        return PromptChunk(prompt, chunk)
+        elif isinstance(chunk, PromptScores):
+            if prompt not in self._unscored:
+                return None
+            self._unscored.discard(prompt)
+            self._scored = True
+        return PromptChunk(prompt, chunk) if self.epoch else item
 
     def rest(self) -> GenerateCall:
         """Returns the call of the prompts and branches that have not ended, an epoch later."""
@@ -153,12 +151,9 @@ class ResumableStreams:
         state.served()
         return found[0] if len(found) == 1 else _merged(found)
 
-    async def stream(self, call: GenerateCall) -> AsyncGenerator[GenerateReply, None]:
+    def stream(self, call: GenerateCall) -> AsyncGenerator[GenerateReply, None]:
         """Yields replies as they come. Closing the generator cancels the call, and with it the work at the replica."""
-        state = self._retries.begin(call)
-        async with contextlib.aclosing(self._replies(call, state, plain=False)) as replies:
-            async for reply in replies:
-                yield reply
+        return self._replies(call, self._retries.begin(call), plain=False)
 
     def cut(self) -> None:
         """Ends all streams, present and future, with the error `draining`."""
@@ -173,13 +168,21 @@ class ResumableStreams:
         progress, given = StreamProgress(call), call
         while True:
             try:
-                attempt = self._complete_once if plain and not state.again else self._stream_once
-                async with contextlib.aclosing(self._attempt(attempt, call, progress.epoch, state)) as replies:
-                    async for reply in replies:
-                        new = progress.take(reply)
-                        state.isolated = state.isolated and not progress.advanced(state.isolated_tokens)
-                        if new is not None:
-                            yield new
+                if not state.again:
+                    self._caller.check_ready()
+                ranked = self._caller.rank(call, state.tried)
+                with self._caller.tracked(call, ranked, state.tried) as route:
+                    attempt = self._complete_once if plain and not state.again else self._stream_once
+                    async with contextlib.aclosing(
+                        attempt(state.next_call(call), progress.epoch, route, state)
+                    ) as replies:
+                        async for reply in replies:
+                            if not isinstance(reply, GenerateReply):
+                                raise unexpected(reply)
+                            new = progress.take(reply)
+                            state.isolated = state.isolated and not progress.advanced(state.isolated_tokens)
+                            if new is not None:
+                                yield new
                 if not progress.over:
                     raise cut_short()
                 return
@@ -191,19 +194,6 @@ class ResumableStreams:
                 await state.wait(error, given, resumed=progress.begun)
                 call = progress.rest()
 
-    async def _attempt(
-        self, attempt: Any, call: GenerateCall, epoch: int, state: RetryState
-    ) -> AsyncGenerator[GenerateReply, None]:
-        if not state.again:
-            self._caller.check_ready()
-        ranked = self._caller.rank(call, state.tried)
-        with self._caller.tracked(call, ranked, state.tried) as route:
-            async with contextlib.aclosing(attempt(state.next_call(call), epoch, route, state)) as replies:
-                async for reply in replies:
-                    if not isinstance(reply, GenerateReply):
-                        raise unexpected(reply)
-                    yield reply
-
     async def _complete_once(
         self, call: GenerateCall, epoch: int, route: Route, state: RetryState
     ) -> AsyncGenerator[object, None]:
@@ -212,7 +202,7 @@ class ResumableStreams:
     async def _stream_once(
         self, call: GenerateCall, epoch: int, route: Route, state: RetryState
     ) -> AsyncGenerator[object, None]:
-        responses = self._transport.stream(call, route, epoch)
+        responses, errors = self._transport.stream(call, route, epoch), self._caller.errors(route)
         stream = _OpenStream(route.ticket, self._loop.time() + common(call).timeout_s + GRACE_S)
         self._open.add(stream)
         if self._cut:
@@ -221,7 +211,7 @@ class ResumableStreams:
         try:
             while True:
                 try:
-                    with self._caller.errors(route):
+                    with errors:
                         reply = await stream.read(responses)
                 except StopAsyncIteration:
                     over = True
@@ -283,7 +273,7 @@ class _OpenStream:
             StopAsyncIteration: the stream has ended.
             TimeoutError: its time is over.
         """
-        if self._is_over():
+        if self._over:
             raise TimeoutError
         task = self._reader = asyncio.current_task(self._loop)
         if task is None:

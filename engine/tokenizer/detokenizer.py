@@ -1,6 +1,6 @@
 """Text of a growing list of token ids, without decoding the whole list again, up to its stop strings."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
 REPLACEMENT = "\ufffd"
@@ -18,21 +18,31 @@ class IncrementalDecoder:
     cost a token is constant: the window holds one emitted piece and at most MAX_HELD waiting tokens.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], skip: Container[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        skip: Container[int] = (),
+        fixed_texts: Mapping[int, str] | None = None,
+    ) -> None:
         """Makes a decoder.
 
         Args:
             decode: returns the text of a list of ids.
             skip: ids without text.
+            fixed_texts: the text of each id, if it is the same behind all ids whose text is complete; "" for any other
+                id. None: no id is known to have such a text.
         """
         self._decode = decode
         self._skip = skip
+        self._fixed_texts = fixed_texts
         self._window: list[int] = []
         self._known = 0  # leading ids of the window whose text is out
         self._known_text: str | None = ""  # None: not decoded yet, and of no use if no ids follow
 
     def push(self, ids: Sequence[int]) -> str:
         """Takes the next ids and returns the text that is complete with them."""
+        if len(ids) == 1:
+            return "" if ids[0] in self._skip else self._push_one(ids[0])
         new = [token for token in ids if token not in self._skip]
         if not new:
             return ""
@@ -44,6 +54,9 @@ class IncrementalDecoder:
         return "".join(map(self._push_one, new))
 
     def _push_one(self, token: int) -> str:
+        if self._fixed_texts is not None and self._known == len(self._window) and (text := self._fixed_texts[token]):
+            self._window, self._known, self._known_text = [token], 1, text
+            return text
         self._window.append(token)
         text = self._decode(self._window)
         if text.endswith(REPLACEMENT) and len(self._window) - self._known <= MAX_HELD:

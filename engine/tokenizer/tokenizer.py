@@ -1,7 +1,7 @@
 """Tokenizer: text to ids and back, by the fast tokenizer of a model folder."""
 
 import json
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from engine.builtin import BUILTIN_FOLDERS
 from engine.model.checkpoint_audit import one_line, read_json
 from engine.tokenizer.control_tokens import ControlTokens, controls_of, renamed
-from engine.tokenizer.detokenizer import IncrementalDecoder
+from engine.tokenizer.detokenizer import REPLACEMENT, IncrementalDecoder
 
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "tekken.json", "*.tiktoken")
 
@@ -73,6 +73,7 @@ class Tokenizer:
     pair_frame: PairControls | None  # None: the tokenizer joins no two texts
     _controls: ControlTokens
     _special: frozenset[int]  # ids that `skip_special_tokens` leaves out
+    _fixed_texts: "_FixedTexts | None" = None  # None: the text of an id depends on those before it
 
     def __init__(self, folder: Path, revision: str | None = None) -> None:
         from transformers import AutoTokenizer
@@ -113,7 +114,10 @@ class Tokenizer:
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self.pair_frame: PairControls | None = _pair_frame(backend)
-        self._bytes = _byte_alphabet(json.loads(data).get("decoder"))
+        decoder = json.loads(data).get("decoder")
+        self._bytes = _byte_alphabet(decoder)
+        if (decoder or {}).get("type") == "ByteLevel":
+            self._fixed_texts = _FixedTexts(self.decode)
         self._pieces: dict[int, tuple[str, bytes]] = {}
         self.bos_token_id = loaded.bos_token_id
         self.eos_token_id = loaded.eos_token_id
@@ -214,7 +218,24 @@ class Tokenizer:
     def decoder(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
         """Makes a decoder for the tokens of one stream."""
         decode = partial(self.decode, skip_special_tokens=False)
-        return IncrementalDecoder(decode, self._special if skip_special_tokens else frozenset())
+        return IncrementalDecoder(decode, self._special if skip_special_tokens else frozenset(), self._fixed_texts)
+
+
+class _FixedTexts(dict[int, str]):
+    """Maps ids of a byte-level tokenizer to their texts, once each was looked up.
+
+    The text of such ids is that of their bytes end to end. Bytes that are UTF-8 by themselves therefore have the same
+    text behind any complete text. An id whose bytes are not, or that has none, has the text "".
+    """
+
+    def __init__(self, decode: Callable[..., str]) -> None:
+        super().__init__()
+        self._decode = decode
+
+    def __missing__(self, token: int) -> str:
+        text = self._decode([token], skip_special_tokens=False)
+        found = self[token] = "" if REPLACEMENT in text else text
+        return found
 
 
 def check_count(encoded: Sequence[Sized], max_tokens: int | None) -> None:

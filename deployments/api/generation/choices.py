@@ -51,9 +51,15 @@ class ChoiceState:
         self.ended = False
         self.started = False
         self.prompt_scores: PromptScores | None = None
+        self.around_text: tuple[bytes, bytes] | None = None  # of each event that has nothing but text
         self._silent = True  # it has no delta yet
+        options = plan.prompt_options
+        self.only_text = not (
+            plan.wants_logprobs or plan.body.stop or plan.body.return_token_ids or options.only or options.echo
+        )  # its chunks add nothing but text, except the last
+        self._decoder = tokenizer.decoder(skip_special_tokens=plan.body.skip_special_tokens is not False)
         self._text = BranchText(
-            tokenizer.decoder(skip_special_tokens=plan.body.skip_special_tokens is not False),
+            self._decoder,
             plan.body.stop or (),
             include_stop=bool(plan.body.include_stop_str_in_output),
             min_tokens=plan.call[0].params.min_tokens,
@@ -90,6 +96,12 @@ class ChoiceState:
         self.ended = finish is not None
         self.completion_tokens += len(tokens)
         return self._opened(Delta(text, tokens, self._logprobs(chunk, tokens, offsets), finish, reason))
+
+    def push_text(self, chunk: GenerateChunk) -> str:
+        """Returns the text that a chunk adds which is not the last of a choice with `only_text`."""
+        tokens: list[int] = chunk.tokens.tolist()
+        self.completion_tokens += len(tokens)
+        return self._decoder.push(tokens)
 
     def close(self) -> Delta:
         """Returns the only delta of a choice for which only the prompt is computed."""

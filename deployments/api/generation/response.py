@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,11 +14,13 @@ from deployments.api.generation.request_builder import GenerationPlan
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generation import GenerationRequest
-from deployments.api.sse import DONE, EventStream, event, json_bytes
+from deployments.api.sse import DONE, EventStream, Write, event, json_bytes
 from deployments.errors import from_failure
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import Failure, PromptChunk, PromptScores
+from deployments.protocol import Failure, GenerateReply, PromptChunk, PromptScores
 from engine.requests import GenerateChunk
+
+MARK = "\0"  # stands for the text of an event while its other bytes are written
 
 
 class TokenTiming:
@@ -25,7 +28,7 @@ class TokenTiming:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._began: dict[tuple[int, int], tuple[float, int]] = {}  # by prompt and branch: first arrival, tokens since
+        self._began: dict[tuple[int, int], _Arrivals] = {}  # by prompt and branch
         self._last = 0.0
         self._queue_s = self._prefill_s = self._compute_s = 0.0
 
@@ -35,12 +38,17 @@ class TokenTiming:
         for prompt, chunk in chunks:
             if not isinstance(chunk, GenerateChunk):
                 continue
-            self._queue_s = max(self._queue_s, chunk.queue_s)
-            self._prefill_s = max(self._prefill_s, chunk.prefill_s)
-            self._compute_s = max(self._compute_s, chunk.compute_s)
-            key = prompt, chunk.branch
-            began, tokens = self._began.get(key, (now, -len(chunk.tokens)))
-            self._began[key] = began, tokens + len(chunk.tokens)
+            if chunk.queue_s > self._queue_s:
+                self._queue_s = chunk.queue_s
+            if chunk.prefill_s > self._prefill_s:
+                self._prefill_s = chunk.prefill_s
+            if chunk.compute_s > self._compute_s:
+                self._compute_s = chunk.compute_s
+            arrivals = self._began.get((prompt, chunk.branch))
+            if arrivals is None:
+                self._began[prompt, chunk.branch] = _Arrivals(now)
+            else:
+                arrivals.tokens += len(chunk.tokens)
             self._last = now
 
     def report(self, observer: IngressMetrics, route: str, *, streamed: bool) -> None:
@@ -50,9 +58,17 @@ class TokenTiming:
         observer.stage("queue", self._queue_s)
         observer.stage("prefill", self._prefill_s)
         observer.stage("decode", max(0.0, self._compute_s - self._prefill_s))
-        began, tokens = max(self._began.values(), key=lambda one: one[1])
-        if streamed and tokens:
-            observer.token_gap(route, (self._last - began) / tokens)
+        longest = max(self._began.values(), key=lambda arrivals: arrivals.tokens)
+        if streamed and longest.tokens:
+            observer.token_gap(route, (self._last - longest.first) / longest.tokens)
+
+
+@dataclass(slots=True)
+class _Arrivals:
+    """Says when a branch's first chunk arrived, and how many tokens have arrived since."""
+
+    first: float
+    tokens: int = 0
 
 
 class ChoiceFormat(Protocol):
@@ -86,6 +102,7 @@ class GenerationRun:
         self.choices = [
             format.choice(plan, i, handler.tokenizer) for i in range(len(plan.prompts) * plan.call[0].params.n)
         ]
+        self._branches = plan.call[0].params.n
         self._open = len(self.choices)
         self._cached = [0] * len(plan.prompts)
         self._drafted = self._accepted = 0
@@ -98,19 +115,37 @@ class GenerationRun:
         """Adds a chunk. Returns nothing for one after its choice's end. Raises ApiError for a failed prompt."""
         if isinstance(item.chunk, Failure):
             raise from_failure(item.chunk)
-        first = item.prompt * self.plan.call[0].params.n
+        first = item.prompt * self._branches
         if isinstance(item.chunk, PromptScores):
-            return self._scored(self.choices[first : first + self.plan.call[0].params.n], item.chunk)
+            return self._scored(self.choices[first : first + self._branches], item.chunk)
         choice = self.choices[first + item.chunk.branch]
         if choice.ended:
             return []
-        if choice.prompt_scores is None:  # else this request itself put the prompt into the cache
-            self._cached[item.prompt] = max(self._cached[item.prompt], item.chunk.cached)
-        self._drafted += item.chunk.drafted
-        self._accepted += item.chunk.accepted
+        self._count(choice, item.chunk)
         delta = choice.push(item.chunk)
         self._open -= choice.ended
         return [(choice, delta)]
+
+    def push_text(self, item: PromptChunk) -> tuple[ChoiceState, str] | None:
+        """Adds a chunk that gives its choice nothing but text, of which it may be none yet.
+
+        Returns:
+            What it adds; None if nothing was added, because the chunk takes `push`.
+        """
+        chunk = item.chunk
+        if not isinstance(chunk, GenerateChunk) or chunk.finish is not None:
+            return None
+        choice = self.choices[item.prompt * self._branches + chunk.branch]
+        if not choice.only_text or not choice.started or choice.ended:
+            return None
+        self._count(choice, chunk)
+        return choice, choice.push_text(chunk)
+
+    def _count(self, choice: ChoiceState, chunk: GenerateChunk) -> None:
+        if choice.prompt_scores is None and chunk.cached > self._cached[choice.prompt]:
+            self._cached[choice.prompt] = chunk.cached  # else this request itself put the prompt into the cache
+        self._drafted += chunk.drafted
+        self._accepted += chunk.accepted
 
     def _scored(self, choices: list[ChoiceState], scores: PromptScores) -> list[tuple[ChoiceState, Delta]]:
         for choice in choices:
@@ -178,6 +213,18 @@ class GenerationRun:
         tail = b"]" if more is None else b"]," + json_bytes(more)[1:-1]
         return b"".join((self._event_head, json_bytes(part), tail, b"}\n\n"))
 
+    def text_event(self, choice: ChoiceState, text: str, more: dict[str, Any] | None) -> bytes:
+        """Returns the event of a delta that is nothing but text, as `event` writes it.
+
+        All but the text is the same in each such event, and is written once a choice. `more` must be the same, too.
+        """
+        if choice.around_text is None:
+            [part] = self.format.parts(self.plan, choice, Delta(MARK, [], None, None, None), False)
+            before, _, after = self.event(part, more).rpartition(json_bytes(MARK))
+            choice.around_text = before, after
+        before, after = choice.around_text
+        return b"".join((before, json_bytes(text), after))
+
     def head(self, kind: str) -> dict[str, Any]:
         """Returns the fields that begin an answer or an event. `kind`: its `object`."""
         return {"id": self.plan.id, "object": kind, "created": self.created, "model": self.model}
@@ -196,8 +243,8 @@ async def answer(run: GenerationRun, body: GenerationRequest) -> Response:
         options = body.stream_options
         usage = bool(options and options.include_usage)
         run.streamed = True
-        events = _stream(run, usage, bool(options and options.continuous_usage_stats))
-        return EventStream(events, context=context, settings=handler.settings.stream, observer=handler.observer)
+        produce = partial(_stream, run, usage, bool(options and options.continuous_usage_stats))
+        return EventStream(produce, context=context, settings=handler.settings.stream, observer=handler.observer)
     with handler.deadline(context, handler.settings.deadlines.generation_s):
         merged = await _collect(run)
     run.ended()
@@ -219,9 +266,9 @@ async def _collect(run: GenerationRun) -> list[list[Delta]]:
         await run.handler.off_loop(run.size(), take, reply.chunks)
     else:
         async with _replies(run) as replies:
-            async for chunks in replies:
-                run.record_arrival(chunks)
-                take(chunks)
+            async for reply in replies:
+                run.record_arrival(reply.chunks)
+                take(reply.chunks)
                 if run.finished:
                     break
     if not run.finished:
@@ -230,16 +277,11 @@ async def _collect(run: GenerationRun) -> list[list[Delta]]:
 
 
 @contextlib.asynccontextmanager
-async def _replies(run: GenerationRun) -> AsyncIterator[AsyncIterator[tuple[PromptChunk, ...]]]:
+async def _replies(run: GenerationRun) -> AsyncIterator[AsyncIterator[GenerateReply]]:
     """Yields the backend's replies. Leaving the block closes them, which cancels the work."""
     source = run.handler.backend.stream(run.plan.call)
-
-    async def chunks() -> AsyncIterator[tuple[PromptChunk, ...]]:
-        async for reply in source:
-            yield reply.chunks
-
     try:
-        yield chunks()
+        yield source
     finally:
         close = getattr(source, "aclose", None)
         if close is not None:
@@ -251,29 +293,36 @@ def _whole(run: GenerationRun, merged: list[list[Delta]]) -> dict[str, Any]:
     return {**run.head(run.format.whole), "choices": choices, "usage": run.usage()}
 
 
-async def _stream(run: GenerationRun, usage: bool, continuous: bool) -> AsyncIterator[bytes]:
-    """Yields the events of each reply as one piece, then the usage if requested, then `[DONE]`."""
+async def _stream(run: GenerationRun, usage: bool, continuous: bool, write: Write) -> None:
+    """Writes the events of each reply as one piece, then the usage if requested, then `[DONE]`."""
     handler, context = run.handler, run.context
+    echo = run.plan.prompt_options.echo
     with handler.deadline(context, handler.settings.deadlines.generation_s):
         async with _replies(run) as replies:
-            async for chunks in replies:
-                run.record_arrival(chunks)
-                opening = run.plan.prompt_options.echo and not all(choice.started for choice in run.choices)
-                size = run.prompt_size() if opening else 0
-                data = b"".join(await handler.off_loop(size, _events, run, chunks, usage, continuous))
+            async for reply in replies:
+                run.record_arrival(reply.chunks)
+                if echo and not all(choice.started for choice in run.choices):
+                    size = run.prompt_size()
+                    data = await handler.off_loop(size, _events, run, reply.chunks, usage, continuous)
+                else:
+                    data = _events(run, reply.chunks, usage, continuous)
                 if data:
-                    yield data
+                    write(data)
                 if run.finished:
                     break
             if not run.finished:
                 raise RuntimeError("The backend ended before every choice had a finish reason.")
     run.ended()
     if usage:
-        yield event({**run.head(run.format.part), "choices": [], "usage": run.usage()})
-    yield DONE
+        write(event({**run.head(run.format.part), "choices": [], "usage": run.usage()}))
+    write(DONE)
 
 
-def _events(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, continuous: bool) -> list[bytes]:
+def _events(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, continuous: bool) -> bytes:
+    """Returns the events of the chunks of one reply."""
+    if len(chunks) == 1 and not continuous and (added := run.push_text(chunks[0])) is not None:
+        choice, text = added
+        return run.text_event(choice, text, {"usage": None} if usage else None) if text else b""
     found = [pair for item in chunks for pair in run.push(item)]
     events = []
     for choice, delta in found:
@@ -281,4 +330,4 @@ def _events(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, co
         for part in run.format.parts(run.plan, choice, delta, first):
             counts = run.usage() if continuous else None
             events.append(run.event(part, {"usage": counts} if usage or continuous else None))
-    return events
+    return b"".join(events)

@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from deployments.api.app import build_api
+from deployments.api.generation.response import GenerationRun
 from deployments.api.schemas.generation import CompletionResponse
 from deployments.config.sections import StreamArgs
 from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError
+from tests.deployments.clients import settings_of_every_route
 from tests.support.toy_model import ByteTokenizer
 
 Wires = Callable[..., Any]
@@ -51,6 +54,37 @@ async def test_a_stream_says_what_the_plain_answer_says(client: Any, backend: An
     assert parts[-1]["stop_reason"] == choice["stop_reason"]
     assert events[-2]["choices"] == [] and events[-2]["usage"] == plain["usage"]
     assert all(event["usage"] is None for event in events[:-2])
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_events_of_text_alone_have_the_bytes_of_all_others(
+    client_of: Any, backend: Any, path: str, usage: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their bytes around the text are written once, and must be those that are written anew for other events."""
+    backend.script = 'a "née" \\ 😀\n\x00\x7f text </s>'.encode()
+    prompt = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    client = client_of(settings_of_every_route())
+    body = {**prompt, **options, "stream": True, "seed": 1, "max_tokens": 60}
+
+    async def streamed() -> list[str]:
+        text = (await client.post(path, body)).text
+        return re.sub(r'"(id|created)":("[^"]*"|[0-9]+)', r'"\1":0', text).split("\n\n")
+
+    taken: list[str] = []
+    text_event = GenerationRun.text_event
+
+    def counted(run: GenerationRun, choice: Any, text: str, more: Any) -> bytes:
+        taken.append(text)
+        return text_event(run, choice, text, more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationRun, "text_event", counted)
+        quick = await streamed()
+    monkeypatch.setattr(GenerationRun, "push_text", lambda run, item: None)
+    assert quick == await streamed()
+    assert len(taken) > 10
 
 
 async def test_choices_interleave_and_each_ends_once(client: Any) -> None:

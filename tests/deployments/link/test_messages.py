@@ -159,7 +159,9 @@ def test_requests_come_out_as_they_went_in() -> None:
 def test_results_come_out_as_they_went_in() -> None:
     found = decoded(FRAMES[4])
     assert plain([found.load, found.prompts, found.answers]) == plain([RESULTS.load, RESULTS.prompts, RESULTS.answers])
-    assert plain(list(messages.chunks_of(found.chunks))) == plain(NUMBERED)
+    assert plain(list(messages.chunks_of(found.chunks))) == plain(
+        [(number, (prompt, chunk)) for number, prompt, chunk in NUMBERED]
+    )
 
 
 @given(st.lists(st.integers(1, 300), max_size=30), st.randoms())

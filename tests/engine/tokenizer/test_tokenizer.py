@@ -180,6 +180,43 @@ def test_the_window_stays_small() -> None:
         assert max(lengths) <= 2 * MAX_HELD + 2
 
 
+def with_and_without_fixed_texts(tokenizer: Tokenizer, ids: list[int], skip: bool) -> tuple[list[str], list[str]]:
+    """What each push returns, from a decoder that knows the texts of ids and from one that decodes every window."""
+    quick = tokenizer.decoder(skip_special_tokens=skip)
+    plain = IncrementalDecoder(quick._decode, quick._skip)
+    return (
+        [*map(quick.push, ([x] for x in ids)), quick.finish()],
+        [*map(plain.push, ([x] for x in ids)), plain.finish()],
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids=st.lists(st.integers(0, 2100), max_size=60), skip=st.booleans())
+def test_texts_of_single_ids_are_those_of_their_windows(builtin: Tokenizer, ids: list[int], skip: bool) -> None:
+    quick, plain = with_and_without_fixed_texts(builtin, ids, skip)
+    assert quick == plain
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=30), cut=st.integers(0, 5))
+def test_texts_of_single_ids_are_those_of_their_windows_in_text(builtin: Tokenizer, text: str, cut: int) -> None:
+    [ids] = builtin.encode_batch([text], add_special_tokens=False)
+    quick, plain = with_and_without_fixed_texts(builtin, ids[cut:] + ids, skip=True)
+    assert quick == plain
+
+
+def test_a_tokenizer_whose_texts_depend_on_their_place_keeps_its_windows(builtin: Tokenizer, pieces: Tokenizer) -> None:
+    assert builtin._fixed_texts is not None and pieces._fixed_texts is None
+    assert builtin.decoder(skip_special_tokens=True)._fixed_texts is builtin._fixed_texts
+
+
+def test_fixed_texts_of_another_kind_of_tokenizer_would_be_noticed(pieces: Tokenizer) -> None:
+    [ids] = pieces.encode_batch(["the the"], add_special_tokens=False)
+    planted = {token: pieces.decode([token], skip_special_tokens=False) for token in ids}
+    decoder = IncrementalDecoder(pieces.decoder(skip_special_tokens=True)._decode, (), planted)
+    assert "".join([*map(decoder.push, ([x] for x in ids)), decoder.finish()]) != streamed(pieces, ids)
+
+
 def test_special_tokens_have_text_only_if_wanted(builtin: Tokenizer) -> None:
     eos = builtin.eos_token_id
     assert eos is not None
