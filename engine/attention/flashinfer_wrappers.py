@@ -178,6 +178,11 @@ class PlannedWrapper:
                 self._wrapper.plan(qo_indptr, *pages, *shape, page_size=PAGE, seq_lens=last_page[:1], **options)
         self._staged.record()
 
+    @property
+    def can_replan(self) -> bool:
+        """Whether this version of FlashInfer plans in a form that `Partition` knows; false before the first `plan`."""
+        return self._partition is not None
+
     def replan(self, kv_indptr: torch.Tensor) -> None:
         """Plans for other lengths of as many sequences; see `GraphDecoder`.
 

@@ -110,6 +110,7 @@ class _InvariantDecoder:
         counted = torch.arange(rows + 1, dtype=torch.int32, device=buffers.indptr.device)
         self._tiles = Tiles(counted[:rows], counted[:rows], counted, buffers.indptr[: rows + 1], buffers.indices)
         self.run: Any = self._run
+        self.can_replan = True
 
     def plan(self, params: AttentionParams, sequences: Sequences) -> None:
         """Copies what the rows attend to into the buffers."""

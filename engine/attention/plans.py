@@ -86,6 +86,11 @@ class GraphDecoder(Protocol):
 
     run: Any  # called as a FlashInfer wrapper's `run`
 
+    @property
+    def can_replan(self) -> bool:
+        """Whether `replan` may be called; known after the first `plan`."""
+        ...
+
     def plan(self, params: AttentionParams, sequences: Sequences) -> None:
         """Plans for what each sequence attends to."""
         ...

@@ -38,6 +38,7 @@ class SkinnyDecoder:
         """
         self._params, self._indptr, self._indices, self._workspace = params, indptr, indices, workspace
         self.run: Any = self._run
+        self.can_replan = True
 
     def plan(self, params: AttentionParams, sequences: Sequences) -> None:
         """Copies what the rows attend to into the buffers."""

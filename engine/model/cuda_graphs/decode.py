@@ -58,6 +58,11 @@ class CapturedStep(PagedStep):
         for params, wrapper in self._wrappers.items():
             wrapper.plan(params, sequences)
 
+    @property
+    def can_replan(self) -> bool:
+        """Whether `replan` may be called; known after the first `plan`."""
+        return all(wrapper.can_replan for wrapper in self._wrappers.values())
+
     def replan(self, kv_indptr: torch.Tensor) -> None:
         """Plans for other lengths, after `plan`; the caller has filled the buffers (see `GraphDecoder`)."""
         for wrapper in self._wrappers.values():
@@ -108,6 +113,7 @@ class DecodeGraphs:
         self._slots = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
         self._buffers = GraphBuffers.of(max_rows, attended, self.device)
         self._logits = torch.empty(0)
+        self._planned: Any = _cuda.Event()  # after it the host may plan again
         self._steps: dict[int, CapturedStep] = {}
         self._graphs: dict[int, Any] = {}
         for rows in reversed(self._buckets):
@@ -143,9 +149,19 @@ class DecodeGraphs:
         return CapturedStep(self.module, self.backend, wrappers, rows)
 
     def _prepare(self, size: int, batch: InputBatch) -> None:
+        """Brings the step's inputs to where the graph reads them, and plans. Only the first plan of a graph is whole:
+        later ones differ from it by the lengths of the rows alone."""
         self._front[: 3 * size].copy_(batch.front)
         self._slots[:size].copy_(batch.write_slots_i32)
-        self._steps[size].plan(batch.kv_indptr, batch.kv_indices)
+        step = self._steps[size]
+        if not step.can_replan:
+            step.plan(batch.kv_indptr, batch.kv_indices)
+            return
+        self._buffers.indptr[: size + 1].copy_(batch.kv_indptr, non_blocking=True)
+        self._buffers.indices[: len(batch.kv_indices)].copy_(batch.kv_indices)
+        self._planned.synchronize()  # queued before the last step's kernels: a loop one step ahead does not block
+        step.replan(batch.kv_indptr)
+        self._planned.record()
 
     def _capture(self, size: int) -> Any:
         table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.attention.flashinfer_backend import FlashInferAttention
+from engine.attention.flashinfer_wrappers import Partition
 from engine.attention.plans import AttentionParams
 from engine.batch import shared_prefix
 from engine.batch.input_batch import ScheduledSequence, StepKind, single_tokens
@@ -18,7 +19,7 @@ from engine.model.compatibility import UnsupportedModel
 from engine.model.cuda_graphs import decode
 from engine.model.hf_model import HFModel
 from tests.engine.model.conftest import SIX
-from tests.engine.model.stand_in import Prefill, Ragged, Replayed, Wrapper
+from tests.engine.model.stand_in import Decode, Prefill, Ragged, Replayed, Wrapper
 
 CPU = torch.device("cpu")
 ENGINE = EngineConfig(kv_slots=331)
@@ -156,6 +157,36 @@ def test_decode_steps_use_the_next_larger_graph_or_none(
     sequences = [d.run(index, 12, 13, rows=[0] if index else []) for index in range(2)]
     assert d.error(StepKind.DECODE, sequences) < 1e-5  # a row that was not asked for
     assert made.replays == [2, 2, 4, 2]
+
+
+@pytest.mark.parametrize(("known", "whole"), [(True, 0), (False, 3)])
+def test_a_replay_plans_the_lengths_of_its_rows_alone(
+    tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch, known: bool, whole: int
+) -> None:
+    """A version of FlashInfer whose plan has another form is given whole plans."""
+    if not known:
+        monkeypatch.setattr(Partition, "of", lambda *_: None)
+    d, made = _verifying(tiny_models, tiny_driver, "qwen3")
+    own, plans = Decode.plan, []
+
+    def plan(self: Decode, *given: Any, **more: Any) -> None:
+        plans.append(len(given[0]) - 1)
+        own(self, *given, **more)
+
+    monkeypatch.setattr(Decode, "plan", plan)
+    for place in range(7, 10):
+        sequences = [d.run(index, place, place + 1, from_table=True) for index in range(3)]
+        assert d.error(StepKind.DECODE, sequences) < 1e-5
+    assert made.replays == [4, 4, 4] and plans == [4] * whole
+
+
+def test_lengths_that_a_replay_does_not_plan_are_found_out(
+    tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, _ = _verifying(tiny_models, tiny_driver, "qwen3")
+    monkeypatch.setattr(Partition, "__call__", lambda *_: None)
+    with pytest.raises(AssertionError):
+        d.model.forward(StepKind.DECODE, [d.run(0, 7, 8, from_table=True)], d.table)
 
 
 def _verifying(tiny_models: Any, tiny_driver: Any, name: str, **bounds: int) -> tuple[Any, Replayed]:
