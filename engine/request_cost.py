@@ -169,22 +169,33 @@ class TenantQueues:
         key = priority, tenant
         before = self._queues.get(key, 0)
         after = max(0, before + tokens)
-        self.total = max(0, self.total + after - before)
+        change = after - before
+        self.total = max(0, self.total + change)
         if after:
             self._queues[key] = after
-        else:
-            self._queues.pop(key, None)
-        if not self._queues:
-            self._hold({})
-            return
-        _change(self._tenants, tenant, after - before)
+            self._tenants[tenant] = self._tenants.get(tenant, 0) + change
+        elif before:
+            self._remove(key, change)
+            if not self._queues:
+                return
         if self._order is not None:
             self._order.set(key, after)
         for start, level in self._levels.items():
             if priority < start:
-                self._earlier[start] += after - before
+                self._earlier[start] += change
             else:
-                level.set(tenant, level.get(tenant) + after - before)
+                level.set(tenant, level.get(tenant) + change)
+
+    def _remove(self, key: tuple[int, str], change: float) -> None:
+        """Takes a queue out that has become empty by `change`."""
+        del self._queues[key]
+        left = self._tenants[key[1]] + change
+        if left > 0:
+            self._tenants[key[1]] = left
+        else:
+            del self._tenants[key[1]]
+        if not self._queues:
+            self._hold({})
 
     def take_back(self, work: TenantTokens) -> None:
         """Takes away work that was added. The tokens of it that were worked off were other queues' then."""
@@ -246,15 +257,6 @@ class TenantQueues:
             self._order = SizeIndex(self._queues)
         found = islice(self._order.descending(), count)
         return tuple(TenantTokens(tenant, priority, int(tokens)) for tokens, (priority, tenant) in found)
-
-
-def _change(sizes: dict[str, float], key: str, change: float) -> None:
-    """Adds to a size; one that becomes 0 is removed."""
-    size = sizes.get(key, 0) + change
-    if size > 0:
-        sizes[key] = size
-    else:
-        sizes.pop(key, None)
 
 
 def _last(block: list[tuple[float, K]]) -> tuple[float, K]:

@@ -79,20 +79,15 @@ class RequestState:
     deadline: float  # on the engine's clock, seconds; inf without one
     domain: Hashable  # root of the prefix tree
     queued: int  # tokens still to be computed before it runs, counted in the engine's queue
+    tenant: str = field(init=False)
+    priority: int = field(init=False)
     isolated: bool = field(init=False)  # shares no step; a generation may cease to be so
     started: float | None = None  # launch of its first step
     closed: bool = False
 
     def __post_init__(self) -> None:
-        self.isolated = self.request.isolated
-
-    @property
-    def priority(self) -> int:
-        return self.request.priority
-
-    @property
-    def tenant(self) -> str:
-        return self.request.tenant
+        request = self.request
+        self.tenant, self.priority, self.isolated = request.tenant, request.priority, request.isolated
 
     def queue_s(self, now: float) -> float:
         """Returns the seconds from submission to the first step."""
@@ -252,7 +247,8 @@ class LabelScoreState(ItemState):
         request = self.request
         self.head_key = "labels" if request.full else (request.labels.tobytes(), request.raw_logits)
         self.width = len(self.request.labels)
-        self.values = np.full((self.items, self.width), np.nan, np.float32)
+        self.values = np.empty((self.items, self.width), np.float32)
+        self.values.fill(np.nan)
 
     def result(self, now: float) -> ScoreResult:
         return ScoreResult(

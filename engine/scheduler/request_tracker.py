@@ -4,7 +4,8 @@ import contextlib
 import heapq
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from engine.batch.input_batch import StepKind
@@ -190,17 +191,21 @@ class RequestTracker:
         """Takes what a step computed off the queue's account."""
         if step.kind in (StepKind.DECODE, StepKind.VERIFY):
             return
-        with self._queue_lock:  # once for all: callers wait for it, too
-            for state, tokens in step.charges:
-                done = isinstance(state, ScoringState) and state.launched
-                if isinstance(state, GenerationState):
-                    done = all(sequence.phase in (Phase.DECODE, Phase.CLOSED) for sequence in state.branches)
-                self._uncount(state, state.queued if done else min(state.queued, tokens))
+        taken = Counter[tuple[str, int]]()  # tokens by tenant and priority
+        for state, tokens in step.charges:
+            done = isinstance(state, ScoringState) and state.launched
+            if isinstance(state, GenerationState):
+                done = all(sequence.phase in (Phase.DECODE, Phase.CLOSED) for sequence in state.branches)
+            tokens = state.queued if done else min(state.queued, tokens)
+            state.queued -= tokens
+            taken[state.tenant, state.priority] += tokens
+        self._uncount(taken)
 
-    def _uncount(self, state: RequestState, tokens: int) -> None:
-        """Takes tokens off the queue's account. The caller holds its lock."""
-        state.queued -= tokens
-        self._queues.add(state.tenant, state.priority, -tokens)
+    def _uncount(self, taken: Mapping[tuple[str, int], int]) -> None:
+        """Takes tokens of tenants and priorities off the queue's account: each queue once, since callers wait too."""
+        with self._queue_lock:
+            for (tenant, priority), tokens in taken.items():
+                self._queues.add(tenant, priority, -tokens)
 
     def fail(self, state: RequestState, error: EngineError) -> None:
         """Answers a request with an error and ends it."""
@@ -240,8 +245,8 @@ class RequestTracker:
             self._scheduler.tenants.leave(state.tenant, self._clock())
         self._scheduler.remove(state)
         if state.queued:
-            with self._queue_lock:
-                self._uncount(state, state.queued)
+            self._uncount({(state.tenant, state.priority): state.queued})
+            state.queued = 0
         if isinstance(state, ScoringState):
             self._scheduler.score_batcher.release(state)
         else:

@@ -121,7 +121,8 @@ class ScoreBatcher:
         if spent:
             self._passed = 0
             self._named.add(state)
-            self._first_named = min(self._first_named or rank(state), rank(state))
+            own = rank(state)
+            self._first_named = own if self._first_named is None else min(self._first_named, own)
         return spent
 
     def release_idle(self) -> None:
