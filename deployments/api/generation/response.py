@@ -127,10 +127,10 @@ class GenerationRun:
         return [(choice, delta)]
 
     def push_text(self, item: PromptChunk) -> tuple[ChoiceState, str] | None:
-        """Adds a chunk that gives its choice nothing but text, of which it may be none yet.
+        """Adds a chunk that gives its choice nothing but text, perhaps an empty one.
 
         Returns:
-            What it adds; None if nothing was added, because the chunk takes `push`.
+            The choice and its new text; None if nothing was added, because the chunk takes `push`.
         """
         chunk = item.chunk
         if not isinstance(chunk, GenerateChunk) or chunk.finish is not None:
