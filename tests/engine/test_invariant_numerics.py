@@ -186,9 +186,10 @@ async def test_products_that_follow_the_number_of_rows_are_found(monkeypatch: py
 
     own = kernel.invariant_gemm
 
-    def by_rows(x: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
-        monkeypatch.setattr(kernel, "SLICE", 64 if x.numel() // x.shape[-1] > 8 else 512)
-        return own(x, *others, **options)
+    def by_rows(x: torch.Tensor, weight: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        if x.numel() // x.shape[-1] > 8:
+            x, weight = x.flip(-1), weight.flip(-1)
+        return own(x, weight, *others, **options)
 
     monkeypatch.setattr(kernel, "invariant_gemm", by_rows)
     with pytest.raises(UnsupportedModel, match="change the bits of its rows"):
