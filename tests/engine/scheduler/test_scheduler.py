@@ -1,6 +1,7 @@
 """Which step comes next: the decode gap on a fake clock, priorities, isolated requests, who is preempted."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -300,5 +301,11 @@ async def test_steps_of_one_tenant_hold_all_rows(make_rig: MakeRig, generate_job
     clock = _Machine()
     rig = make_rig(clock=clock, num_slots=9_000, max_running=64, max_model_len=400)
     clock.attach(rig)
-    await asyncio.gather(*(rig.run(generate_job([n, 1, 2], max_tokens=50, tenant="many")) for n in range(40)))
+    submitted = threading.Event()
+    rig.engine.core.calls.post(submitted.wait)  # no step is planned until all requests are there
+    runs = [asyncio.create_task(rig.run(generate_job([n, 1, 2], max_tokens=50, tenant="many"))) for n in range(40)]
+    await asyncio.sleep(0)
+    assert len(rig.engine.core.tracker.callers) == 40
+    submitted.set()
+    await asyncio.gather(*runs)
     assert {rows for _, kind, rows in clock.steps if kind is StepKind.DECODE} == {40}
