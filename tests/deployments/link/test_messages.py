@@ -293,7 +293,8 @@ def step_tokens(widest: int = 2) -> StepTokens:
 
 
 def chunks_apart(tokens: StepTokens) -> list[NumberedChunk]:
-    return [NumberedChunk(*map(int, tokens.streams[row]), tokens.chunk(row)) for row in range(len(tokens.tokens))]
+    names = tokens.streams.tolist()
+    return [NumberedChunk(number, prompt, tokens.chunk(row)) for row, (number, prompt) in enumerate(names)]
 
 
 def same(found: messages.ChunkColumns, expected: messages.ChunkColumns) -> bool:
