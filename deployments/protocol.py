@@ -186,8 +186,12 @@ class ReplicaTransport(Protocol):
 class StreamReceiver(Protocol):
     """Receives the parts of one streamed generation call, in the event loop that began it."""
 
-    token_sink: TokenSink  # gets the single tokens of its streams, each named by `number` and its prompt
-    number: int
+    number: int  # names the call
+
+    @property
+    def token_sink(self) -> TokenSink:
+        """Gets the single tokens of its streams, each named by `number` and its prompt."""
+        ...
 
     def add(self, item: PromptChunk) -> None:
         """Takes new tokens that came otherwise, or a prompt's scores, or its failure."""

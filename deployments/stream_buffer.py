@@ -92,11 +92,14 @@ class StreamBuffer:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.token_sink: TokenSink = self
         self.number = 0
         self._ended = False
         self._chunks = PendingChunks()
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def token_sink(self) -> TokenSink:
+        return self
 
     def add(self, item: PromptChunk) -> None:
         self._chunks.add(item)

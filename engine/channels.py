@@ -29,8 +29,12 @@ class ResultSink(Protocol):
     """
 
     loop: asyncio.AbstractEventLoop
-    token_sink: TokenSink  # gets its single tokens, which end nothing
     stream: tuple[int, int]  # names it for `token_sink`, in `StepTokens.streams`
+
+    @property
+    def token_sink(self) -> TokenSink:
+        """Gets its single tokens, which end nothing."""
+        ...
 
     def put(self, item: Result) -> None:
         """Takes a result. An EngineError is the last one."""
@@ -43,7 +47,6 @@ class ResultQueue:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.token_sink: TokenSink = self
         self.stream = 0, 0
         self._items: deque[Result] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -53,6 +56,11 @@ class ResultQueue:
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    @property
+    def token_sink(self) -> TokenSink:
+        """Returns itself: it is no attribute, since a cycle would wait for the garbage collector."""
+        return self
 
     def put_tokens(self, tokens: StepTokens) -> None:
         """Adds each token as a chunk of its own."""
@@ -73,9 +81,17 @@ class ResultQueue:
 class ResultCallback(ResultQueue):
     """Gives each result to a function on the event loop, which costs less than a task that waits for it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, token_sink: TokenSink | None, stream: tuple[int, int]) -> None:
+        """`token_sink`: gets the single tokens; None: `deliver` gets each as a chunk."""
         super().__init__(loop)
+        self.stream = stream
         self.deliver: Callable[[Result], None] = self._items.append
+        self._token_sink = token_sink
+
+    @property
+    def token_sink(self) -> TokenSink:
+        """Returns what gets the single tokens."""
+        return self if self._token_sink is None else self._token_sink
 
     def put(self, item: Result) -> None:
         """Gives a result to `deliver`."""

@@ -247,9 +247,7 @@ class Engine:
         """
         self._check_language_model()
         check_generate(request, self._bounds)
-        results = ResultCallback(asyncio.get_running_loop())
-        if token_sink is not None:
-            results.token_sink, results.stream = token_sink, stream
+        results = ResultCallback(asyncio.get_running_loop(), token_sink, stream)
         submission = self._submit(request, "generate", results)
         state = GenerationState(request=request, stream_interval=request.stream_interval, **submission)
         running = RunningGeneration(state, self._leave, deliver)

@@ -347,8 +347,12 @@ class ReplicaServer:
             running = _StreamedCall(receiver, self._guard.admit(requests), self._metrics, len(requests))
         except EngineError as error:
             return self._failure(error)
-        for prompt, request in enumerate(requests):
-            self._begin(prompt, request, running)
+        try:
+            for prompt, request in enumerate(requests):
+                self._begin(prompt, request, running)
+        except BaseException:
+            running.cancel()
+            raise
         return running
 
     def _begin(self, prompt: int, request: GenerateRequest, call: "_StreamedCall") -> None:

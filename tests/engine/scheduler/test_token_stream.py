@@ -1,7 +1,9 @@
 """How many tokens a chunk holds, and for how long a request runs alone."""
 
 import asyncio
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from engine.batch.input_batch import ScheduledSequence, StepKind
+from engine.channels import ResultQueue
 from engine.requests import EngineError, ErrorCode, GenerateChunk, GenerateRequest, StepTokens
 from gpu_sampler.output import RowFlag
 
@@ -211,3 +214,17 @@ async def test_a_step_is_one_call_for_all_streams_of_a_sink(make_rig: MakeRig, g
     for sink in sinks:
         assert len(sink.calls) <= 30 < sum(map(len, sink.calls))
         assert all(len(set(names)) == len(names) for names in sink.calls)
+
+
+async def test_a_queue_is_freed_without_the_garbage_collector() -> None:
+    """An engine collects rarely. Planted: a queue that refers to itself."""
+    gc.disable()
+    try:
+        freed, planted = (ResultQueue(asyncio.get_running_loop()) for _ in range(2))
+        planted.itself = planted  # type: ignore[attr-defined]
+        seen = [weakref.ref(freed), weakref.ref(planted)]
+        assert freed.token_sink is freed
+        del freed, planted
+        assert [one() is None for one in seen] == [True, False]
+    finally:
+        gc.enable()
