@@ -123,6 +123,9 @@ class PromptScores(NamedTuple):
         return cls(floats, floats.astype(np.int32), rows.astype(np.int32), rows, rows, 0.0, 0.0)
 
 
+FAULT = Failure(ErrorCode.STEP_FAILED, "The server failed on this request.", None)
+
+
 class PromptChunk(NamedTuple):
     """Holds new tokens of one branch of prompt `prompt`, or the prompt's own scores, or its failure."""
 

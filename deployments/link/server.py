@@ -27,7 +27,7 @@ from deployments.link.handshake import (
     proof_of,
 )
 from deployments.observability.link_figures import LinkFigures
-from deployments.protocol import Failure, PromptChunk, PromptScores, ReplicaService, RunningCall
+from deployments.protocol import FAULT, Failure, PromptChunk, PromptScores, ReplicaService, RunningCall
 from engine.channels import TokenSink
 from engine.requests import ErrorCode, StepTokens
 
@@ -229,7 +229,7 @@ class _ServerLink(asyncio.Protocol):
     def _fault(self, number: int) -> None:
         """Answers a call that raised, in an `except` block."""
         log.exception("A call of a link raised.")
-        self._fail(number, Failure(ErrorCode.STEP_FAILED, "The server failed on this request.", None))
+        self._fail(number, FAULT)
 
     def _stream(self, call: messages.GenerationCall) -> None:
         if not self._takes(call.number):

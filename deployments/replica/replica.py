@@ -17,6 +17,7 @@ from deployments.link.server import LinkServer
 from deployments.observability.exposition import Snapshot, snapshot
 from deployments.observability.replica_metrics import ReplicaMetrics
 from deployments.protocol import (
+    FAULT,
     MAX_MICRO_BATCH,
     Failure,
     GenerateCall,
@@ -58,7 +59,6 @@ RowsReply = ScoreResult | PoolingResult | LikelihoodReply | Failure
 STOP_S = 10.0
 SHARED_CANARY = 0.5  # periods: all ingresses share a canary that passed so recently
 LOST_STOP_S = 1.0
-FAULT = Failure(ErrorCode.STEP_FAILED, "The server failed on this request.", None)
 PACKAGES = ("torch", "transformers", "flashinfer-python", "triton")
 
 
