@@ -84,15 +84,11 @@ def test_what_the_engine_asks_for_is_compiled(built: list[tuple[Any, ...]], caps
     assert len(names) == len(NAMES) and set(names) == NAMES
 
 
-def test_what_takes_longest_is_started_first(built: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_takes_longest_is_started_first(built: list[tuple[Any, ...]]) -> None:
     assert precompile_flashinfer.main(["--head-dims", "64", "128", "--sampling", "--processes", "1"]) == 0
-    assert [one[:2] for one in built[:2]] == [("gen_batch_prefill_module", "fa3")] * 2
+    # One process builds them in the order of their start. Lines of modules that end together have no order.
+    assert [(one[:2], one[6]) for one in built[:2]] == [(("gen_batch_prefill_module", "fa3"), dim) for dim in (64, 128)]
     assert built[2] == ("gen_sampling_module",)
-    assert told(capsys.readouterr().out)[:3] == [
-        "contexts, bfloat16, head dim 64",
-        "contexts, bfloat16, head dim 128",
-        "sampling",
-    ]
 
 
 def test_modules_are_built_beside_each_other(built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
