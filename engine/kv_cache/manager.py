@@ -17,7 +17,11 @@ EVICTED_PART = 256  # an eviction frees this part of the slots: a few leaves at 
 
 
 class SlotAllocator:
-    """Allocates the slots 1 .. num_slots - 1 from a stack of free ones."""
+    """Allocates the slots 1 .. num_slots - 1 from a stack of free ones.
+
+    A slot is free where the stack holds it at the place that was noted when it was put there: the sparse set of Briggs
+    and Torczon (1993, "An Efficient Representation for Sparse Sets"), whose members are taken out without a note.
+    """
 
     def __init__(self, num_slots: int, on_free: Callable[[Int32s], None] | None = None) -> None:
         """
@@ -33,9 +37,7 @@ class SlotAllocator:
         self.num_slots = num_slots
         self._stack = np.arange(num_slots - 1, -1, -1, dtype=np.int32)  # the top is at self._count - 1
         self._count = num_slots - 1
-        self._is_free = np.ones(num_slots, np.bool_)
-        self._is_free[0] = False
-        self._place = np.zeros(num_slots, np.int32)  # in the last release: a slot that it names twice has one place
+        self._place = np.arange(num_slots - 1, -1, -1, dtype=np.int32)  # of each slot in the stack, when last put there
         self._on_free = on_free
 
     @property
@@ -46,10 +48,8 @@ class SlotAllocator:
         """Returns `n` slots, i32 [n]; None, and takes nothing, where fewer are free."""
         if n > self._count:
             return None
-        taken = self._stack[self._count - n : self._count][::-1].copy()
         self._count -= n
-        self._is_free[taken] = False
-        return taken
+        return self._stack[self._count : self._count + n][::-1].copy()
 
     def release(self, slots: Int32s) -> None:
         """Frees slots.
@@ -61,23 +61,28 @@ class SlotAllocator:
         n = len(slots)
         if n == 0:
             return
-        order = np.arange(n, dtype=np.int32)
-        known = slots.min() >= 1 and slots.max() < self.num_slots
-        if known:
-            self._place[slots] = order
-        if not known or self._is_free[slots].any() or (self._place[slots] != order).any():
+        places = np.arange(self._count, self._count + n, dtype=np.int32)
+        if slots.min() < 1 or slots.max() >= self.num_slots or self._any_free(slots) or not self._put(slots, places):
             raise RuntimeError("a slot was freed that had no owner")
-        self._is_free[slots] = True
-        self._stack[self._count : self._count + n] = slots
         self._count += n
         if self._on_free is not None:
             self._on_free(slots)
 
+    def _any_free(self, slots: Int32s) -> bool:
+        places = self._place[slots]
+        return bool(((places < self._count) & (self._stack[places] == slots)).any())
+
+    def _put(self, slots: Int32s, places: Int32s) -> bool:
+        """Puts slots at places of the stack; returns whether they are distinct: one that is not has one place noted."""
+        self._stack[places] = slots
+        self._place[slots] = places
+        return bool((self._place[slots] == places).all())
+
     def check(self) -> None:
         """Raises RuntimeError unless the stack names every free slot exactly once."""
-        named = np.sort(self._stack[: self._count])
-        if not np.array_equal(named, np.flatnonzero(self._is_free)):
-            raise RuntimeError("the free stack and the free marks disagree")
+        free = self._stack[: self._count]
+        if (free < 1).any() or (self._place[free] != np.arange(self._count)).any():
+            raise RuntimeError("the free stack and the noted places disagree")
 
 
 class TreeNode:

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from engine.batch.input_batch import StepKind
 from engine.channels import Result, ResultDispatcher
 from engine.config import EngineConfig
@@ -234,7 +236,7 @@ class RequestTracker:
 
     def finish(self, state: ScoringState, result: Result) -> None:
         """Answers a scoring request with its result and ends it."""
-        self._recorder.cached_tokens += int(state.cached.sum())
+        self._recorder.cached_tokens += int(np.add.reduce(state.cached))
         self._results.add(state.results, result)
         self.end(state)
 

@@ -72,7 +72,7 @@ class ScoreBatcher:
             first: the request that no other may overtake.
         """
         self.budget = budget
-        self._first = first
+        self._first, self._current = first, None
         self._scheduled, self._scratch, self._parts, self._rows = scheduled, scratch, [], 0
         self._owner, self._full, self.starving = None, False, False
         self._passed = self._no_room = 0
@@ -95,35 +95,34 @@ class ScoreBatcher:
             return STOP
         if state.closed or state.launched or not self._may_share(state):
             return 0
-        self._current, held = state, _holds(state)
-        try:
-            spent = self._give(state, allowance, left)
-        finally:
-            self._current = None
-        if not spent and not held:
-            self.release(state)  # a node that it only found would be locked for as long as it waits
-        elif _holds(state):
-            self._holders.add(state)
-        return spent
-
-    def _give(self, state: ScoringState, allowance: int, left: int) -> int:
-        parts = len(self._parts)
+        self._current, held = state, state in self._holders
         spent = self._prefix(state, min(allowance, left))
         if len(state.prefix_slots) == len(state.request.prefix) and spent < left:
             if isinstance(state, ItemState):
                 spent += self._items(state, allowance - spent, left - spent)
             elif isinstance(state, LikelihoodState):
                 spent += self._rows_within(state, min(allowance, left) - spent)
-        if spent and self._owner is None:
-            self._owner = state
-        if spent and len(self._parts) == parts and state not in self._named:
-            self._parts.append((state, range(state.next_item, state.next_item)))
+        self._current = None
+        if state.node is not None or len(state.prefix_slots) or len(state.part_slots):
+            self._holders.add(state)
         if spent:
-            self._passed = 0
-            self._named.add(state)
-            own = rank(state)
-            self._first_named = own if self._first_named is None else min(self._first_named, own)
+            self._note(state)
+        elif not held:
+            self.release(state)  # a node that it only found would be locked for as long as it waits
         return spent
+
+    def _note(self, state: ScoringState) -> None:
+        """Notes that a request has a share of the step."""
+        self._passed = 0
+        if state in self._named:
+            return
+        if self._owner is None:
+            self._owner = state
+        if not self._parts or self._parts[-1][0] is not state:
+            self._parts.append((state, range(state.next_item, state.next_item)))
+        self._named.add(state)
+        own = rank(state)
+        self._first_named = own if self._first_named is None else min(self._first_named, own)
 
     def release_idle(self) -> None:
         """Makes requests that no step is computing release what they hold. No step is in flight.
@@ -143,9 +142,9 @@ class ScoreBatcher:
 
     def release(self, state: ScoringState) -> None:
         """Releases what a request holds between steps: it can be matched or computed again."""
-        self._holders.discard(state)
-        if not _holds(state):
+        if state not in self._holders:
             return
+        self._holders.remove(state)
         own, part = state.prefix_slots[state.prefix_owned :], state.part_slots
         node = state.node
         state.prefix_slots, state.part_slots, state.prefix_owned, state.node = NO_SLOTS, NO_SLOTS, 0, None
@@ -338,7 +337,3 @@ class ScoreBatcher:
 def rank(state: RequestState) -> Rank:
     """Returns the place of a request in a strict order: the first is never thrown out and never overtaken."""
     return state.priority, state.arrival
-
-
-def _holds(state: ScoringState) -> bool:
-    return state.node is not None or len(state.prefix_slots) > 0 or len(state.part_slots) > 0
