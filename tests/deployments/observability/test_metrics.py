@@ -322,6 +322,9 @@ class Cluster:
         return rendered("Ingress", "i1", self.metrics.families())
 
 
+TRIES = 8  # another process may take the core meanwhile
+
+
 async def longest_hold_s(collect: Any) -> float:
     """Runs `collect` beside a task that is always ready; returns the longest time in which that did not run."""
     longest, last, over = 0.0, time.perf_counter(), False
@@ -364,8 +367,8 @@ async def test_a_scrape_of_a_hundred_processes_holds_no_loop() -> None:
     async def own() -> None:
         await exposition.snapshot("Ingress", "i", families)
 
-    assert min([await longest_hold_s(joined) for _ in range(3)]) < 0.010
-    assert min([await longest_hold_s(own) for _ in range(3)]) < 0.010
+    assert min([await longest_hold_s(joined) for _ in range(TRIES)]) < 0.010
+    assert min([await longest_hold_s(own) for _ in range(TRIES)]) < 0.010
 
 
 async def test_rendering_them_where_they_are_joined_would_hold_it() -> None:
