@@ -21,7 +21,7 @@ STOP = -1
 MAX_STALE = 64  # entries of requests and tenants that have left, beside as many as there are
 MEMORY_S = 1.0  # between two requests of a tenant that keeps coming: the next one would find a long step under way
 TURNS = 8  # in a step of one class
-MIN_TURN = 8  # tokens
+MIN_TURN = 8  # tokens, of a step that is shorter than its turns
 MAX_FRUITLESS = 1024  # requests that can have nothing of a step, before it is closed: a plan does not read all queues
 
 
@@ -178,6 +178,7 @@ class _Serving:
     """Holds how far one step's tokens are shared out."""
 
     left: int  # tokens
+    quantum: int  # tokens of a turn
     stuck: set[int] = field(default_factory=set)  # arrivals of the requests that can have nothing more
     done: bool = False  # a request needs nothing more: no second turn of a tenant
     stopped: bool = False
@@ -186,8 +187,9 @@ class _Serving:
 class FairQueue(Generic[R]):
     """Orders requests with work of one kind by priority (a lower number is always served first), tenant and request."""
 
-    def __init__(self) -> None:
-        self._quantum = 0  # tokens of a turn, in the step that is being shared out
+    def __init__(self, quantum: int) -> None:
+        """Makes an empty queue. `quantum`: most tokens of one turn."""
+        self._quantum = quantum
         self._classes: dict[int, _PriorityClass[R]] = {}
         self._order: list[tuple[int, int, R]] = []  # a heap by priority and arrival; some have left
         self._requests: set[tuple[int, int]] = set()  # priority and arrival
@@ -265,8 +267,7 @@ class FairQueue(Generic[R]):
         Returns:
             The tokens used.
         """
-        serving = _Serving(left=budget)
-        self._quantum = max(MIN_TURN, budget // TURNS)
+        serving = _Serving(left=budget, quantum=min(self._quantum, max(MIN_TURN, budget // TURNS)))
         for priority in sorted(self._classes):
             group = self._classes.get(priority)
             if group is not None:
@@ -278,8 +279,8 @@ class FairQueue(Generic[R]):
     def _serve_class(self, group: _PriorityClass[R], serving: _Serving, give: Callable[[R, int, int], int]) -> None:
         """Gives the tenants of a class their turns. Once a request is done, each tenant has had one at most."""
         seen = set[str]()
-        group.begin(self._quantum)
-        last = group.clock + self._quantum
+        group.begin(serving.quantum)
+        last = group.clock + serving.quantum
         tenants = list(group.turns)
         while True:
             for tenant in tenants:
@@ -318,7 +319,7 @@ class FairQueue(Generic[R]):
         left, but a quantum beside one that is done. What is left of a turn that began in a larger step is no more than
         a turn of this one.
         """
-        flow.deficit = self._quantum if only_flow else min(flow.deficit, self._quantum)
+        flow.deficit = self._quantum if only_flow else min(flow.deficit, serving.quantum)
         left, stuck = serving.left, serving.stuck
         used, done, goes_on = 0, False, True
         while goes_on:

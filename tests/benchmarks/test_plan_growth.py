@@ -29,7 +29,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]
 
 
 def queue_of(tenants: int, debt: int = 0) -> Any:
-    queue: Any = FairQueue()
+    queue: Any = FairQueue(QUANTUM)
     for tenant in range(tenants):
         job = Job(arrival=tenant, tenant=tenant, queued=10**6)
         queue.add(job)
@@ -64,7 +64,7 @@ def test_a_turn_a_quantum_would_cost_thousands(monkeypatch: pytest.MonkeyPatch) 
 
 def test_debts_are_paid_in_full_before_the_next_turn() -> None:
     """One tenant owes as much as three others get in ten steps: it gets nothing until then."""
-    queue: Any = FairQueue()
+    queue: Any = FairQueue(QUANTUM)
     jobs = [Job(arrival=tenant, tenant=tenant, queued=10**6) for tenant in range(4)]
     for job in jobs:
         queue.add(job)

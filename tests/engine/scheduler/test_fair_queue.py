@@ -38,7 +38,7 @@ class Steps:
     """A queue served in full steps; `ends`: tokens served by the end of the step in which a job was done."""
 
     def __init__(self) -> None:
-        self.queue: Any = FairQueue()
+        self.queue: Any = FairQueue(QUANTUM)
         self.served = 0
         self.ends: dict[int, int] = {}
 
@@ -204,7 +204,7 @@ def test_jobs_of_one_tenant_that_come_together_share_a_step() -> None:
 @pytest.mark.risk("R2")
 def test_tenants_get_equal_shares_however_large_their_grains() -> None:
     jobs = [Job(arrival=one, tenant=one, grain=grain, queued=10**9) for one, grain in ((1, 1), (2, 30), (3, 400))]
-    queue: Any = FairQueue()
+    queue: Any = FairQueue(QUANTUM)
     for job in jobs:
         queue.add(job)
     for _ in range(200):
@@ -216,7 +216,7 @@ def test_tenants_get_equal_shares_however_large_their_grains() -> None:
 def steps_of_a_newcomer(budget: int) -> int:
     """Counts the steps of so many tokens until a small job of a new tenant is done, beside a huge one of another that
     had larger steps for itself."""
-    queue: Any = FairQueue()
+    queue: Any = FairQueue(BUDGET)
     queue.add(Job(arrival=0, tenant=0, queued=10**6, grain=6))
     for _ in range(3):
         queue.serve(BUDGET, Job.take)
@@ -244,7 +244,7 @@ def test_turns_longer_than_a_step_would_be_seen(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_a_tenant_owes_is_paid_alike_in_long_and_short_steps() -> None:
     jobs = [Job(arrival=tenant, tenant=tenant, queued=10**6) for tenant in range(2)]
-    queue: Any = FairQueue()
+    queue: Any = FairQueue(QUANTUM)
     for job in jobs:
         queue.add(job)
     queue.charge(jobs[0], 10 * BUDGET)
@@ -254,7 +254,7 @@ def test_what_a_tenant_owes_is_paid_alike_in_long_and_short_steps() -> None:
 
 
 def test_what_is_left_of_a_job_is_forgotten_with_its_tenant() -> None:
-    queue: Any = FairQueue()
+    queue: Any = FairQueue(QUANTUM)
     job = Job(arrival=1, queued=10)
     queue.add(job)
     queue.add(job)
@@ -279,7 +279,7 @@ def test_the_first_of_a_queue_is_of_the_first_class_and_came_first(
 ) -> None:
     """Jobs come in any order, leave and come back."""
     jobs = [_Queued(arrival, *its) for arrival, its in enumerate(classes)]
-    queue: Any = FairQueue()
+    queue: Any = FairQueue(QUANTUM)
     for at, comes in moves:
         (queue.add if comes else queue.remove)(jobs[at])
         there = sorted(queue, key=lambda job: (job.priority, job.arrival))
@@ -289,7 +289,7 @@ def test_the_first_of_a_queue_is_of_the_first_class_and_came_first(
 
 
 def test_jobs_that_have_left_a_queue_are_forgotten() -> None:
-    queue: Any = FairQueue()
+    queue: Any = FairQueue(QUANTUM)
     stays = _Queued(0, 0, 0)
     queue.add(stays)
     for arrival in range(1, 10 * MAX_STALE):
