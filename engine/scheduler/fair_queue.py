@@ -1,10 +1,11 @@
 """FairQueue: shares the tokens of steps among tenants and requests; ActiveTenants tells when steps must be short.
 
 Among tenants: deficit round robin by tokens (Shreedhar and Varghese 1996), in the form where a flow may overdraw its
-deficit and then earns it back (surplus round robin), because score items cannot be cut at will. Among the requests of a
-tenant: the one comes first that would end first if all were served equally and at the same time (the fair sojourn
-protocol of Friedman and Henderson 2003). So small requests do not wait for large ones, none ends later than under equal
-shares, and equal ones end one after another where equal shares would end them all together.
+deficit and then earns it back (surplus round robin), because score items cannot be cut at will. Rounds are counted in
+tokens: steps of any length share alike. Among the requests of a tenant: the one comes first that would end first if all
+were served equally and at the same time (the fair sojourn protocol of Friedman and Henderson 2003). So small requests
+do not wait for large ones, none ends later than under equal shares, and equal ones end one after another where equal
+shares would end them all together.
 """
 
 import heapq

@@ -294,6 +294,7 @@ async def test_steps_of_all_rows_would_be_seen(
 ) -> None:
     monkeypatch.setattr("engine.scheduler.fair_queue.ActiveTenants.several", lambda self, now: False)
     found, _, _ = await seconds_beside(make_rig, generate_job, score_job, overlap=False)
+    print(f"R17 the same in steps of all rows: {np.round(found, 3).tolist()}")
     assert max(found[::2]) > 5 * 0.031
 
 
