@@ -317,8 +317,8 @@ class FairQueue(Generic[R]):
         """Serves one tenant.
 
         The only flow of its class needs no deficit: each of its requests is served once, and may spend all that is
-        left, but a quantum beside one that is done. What is left of a turn that began in a larger step is no more than
-        a turn of this one.
+        left, but a quantum beside one that is done. The rest of a turn that began in a larger step is no more than a
+        turn of this one.
         """
         flow.deficit = self._quantum if only_flow else min(flow.deficit, serving.quantum)
         left, stuck = serving.left, serving.stuck
