@@ -318,7 +318,7 @@ async def seconds_beside_items(make_rig: MakeRig, score_job: MakeScore) -> list[
 
 
 @pytest.mark.risk(
-    "R17", figure="20 tokens scored alone 6 ms, beside 4,000 items of another key 6 to 19; in longer turns 203"
+    "R17", figure="20 tokens scored alone 6 ms, beside 4,000 items of another key 19; in longer turns 203"
 )
 async def test_a_small_score_is_in_the_next_short_step(make_rig: MakeRig, score_job: MakeScore) -> None:
     found = await seconds_beside_items(make_rig, score_job)
