@@ -6,6 +6,7 @@ Ray reads the annotation of `build` without resolving it: no `from __future__ im
 import asyncio
 import logging
 import os
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ MAX_QUEUED = 2048  # of a caller's queue: reached only if the connection limit a
 PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
 ROUTER = "deployments.routing.replica_selection.TokenRouter"
 SCALING_POLICY = "deployments.autoscaling:TokenPolicy"
+SWITCH_S = 5e-4  # until an event loop that wakes has the interpreter beside a thread that computes: 5 ms by default
 FULL = BackpressureConfig(status_code=429, retry_after_s=1)
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 log = logging.getLogger("assay.http")
@@ -131,6 +133,7 @@ class Ingress:
         settings = self._args.api_settings(defaults, package_versions(PACKAGES), folder)
         app = build_api(self._backend, tokenizer, settings, self._metrics, self._access)
         collect_rarely()
+        sys.setswitchinterval(SWITCH_S)  # a request takes a dozen wakes, while threads read and write large ones
         return app
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

@@ -1,10 +1,11 @@
 """FairQueue: shares the tokens of steps among tenants and requests; ActiveTenants tells when steps must be short.
 
 Among tenants: deficit round robin by tokens (Shreedhar and Varghese 1996), in the form where a flow may overdraw its
-deficit and then earns it back (surplus round robin), because score items cannot be cut at will. Among the requests of a
-tenant: the one comes first that would end first if all were served equally and at the same time (the fair sojourn
-protocol of Friedman and Henderson 2003). So small requests do not wait for large ones, none ends later than under equal
-shares, and equal ones end one after another where equal shares would end them all together.
+deficit and then earns it back (surplus round robin), because score items cannot be cut at will. Rounds are counted in
+tokens: steps of any length share alike. Among the requests of a tenant: the one comes first that would end first if all
+were served equally and at the same time (the fair sojourn protocol of Friedman and Henderson 2003). So small requests
+do not wait for large ones, none ends later than under equal shares, and equal ones end one after another where equal
+shares would end them all together.
 """
 
 import heapq
@@ -20,6 +21,8 @@ R = TypeVar("R", bound=RequestState)
 STOP = -1
 MAX_STALE = 64  # entries of requests and tenants that have left, beside as many as there are
 MEMORY_S = 1.0  # between two requests of a tenant that keeps coming: the next one would find a long step under way
+TURNS = 8  # in a step of one class
+MIN_TURN = 8  # tokens, of a step that is shorter than its turns
 MAX_FRUITLESS = 1024  # requests that can have nothing of a step, before it is closed: a plan does not read all queues
 
 
@@ -33,7 +36,8 @@ class _Flow(Generic[R]):
     """
 
     deficit: int = 0
-    rounds: int = 1  # that it waits for its next turn, each worth a quantum
+    due: int = 0  # when its last turn was, on the clock of its class
+    earned: int = 0  # tokens, by its next turn
     ticket: int = 0  # of its place among the waiting tenants
     requests: dict[int, R] = field(default_factory=dict)  # by arrival
     order: list[tuple[float, int]] = field(default_factory=list)  # ends and arrivals, ascending
@@ -88,36 +92,51 @@ class _Turn(NamedTuple):
 class _PriorityClass(Generic[R]):
     """Holds the tenants of one priority: those that have a turn now, in order, and those that wait for one.
 
-    A tenant earns a quantum a round and has its next turn in the round in which it owes nothing more. Rounds in which
-    no tenant has a turn are passed over, so the work of a step does not grow with what tenants owe.
+    The clock counts the tokens that a tenant earns in all. A tenant has its next turn once it has earned what it owes
+    and a quantum. The clock passes over times at which no tenant has a turn, so the work of a step does not grow with
+    what tenants owe.
     """
 
-    quantum: int
+    quantum: int = 0  # tokens of a turn, in the step that is being shared out
     flows: dict[str, _Flow[R]] = field(default_factory=dict)
     turns: dict[str, _Flow[R]] = field(default_factory=dict)  # their deficits are above 0, or were
-    round: int = 0
-    _rounds: list[int] = field(default_factory=list)  # a heap of those in which tenants have turns
-    _waiting: dict[int, list[tuple[int, str]]] = field(default_factory=dict)  # tickets and tenants, by round
+    clock: int = 0  # tokens
+    _new: dict[str, None] = field(default_factory=dict)  # tenants that have come since the last step
+    _times: list[int] = field(default_factory=list)  # a heap of those at which tenants have turns
+    _waiting: dict[int, list[tuple[int, str]]] = field(default_factory=dict)  # tickets and tenants, by time
     _tickets: int = 0
-    _entries: int = 0  # of all rounds
+    _entries: int = 0  # of all times
 
     def flow(self, tenant: str) -> _Flow[R]:
-        """Returns the flow of a tenant; a new one waits for the next round."""
+        """Returns the flow of a tenant."""
         found = self.flows.get(tenant)
         if found is None:
             found = self.flows[tenant] = _Flow()
-            self.wait(tenant)
+            self._new[tenant] = None
         return found
 
+    def begin(self, quantum: int) -> None:
+        """Begins a step whose turns are of `quantum` tokens. New tenants wait for their first one."""
+        self.quantum = quantum
+        for tenant in self._new:
+            self.flows[tenant].due = self.clock
+            self.wait(tenant)
+        self._new.clear()
+
     def wait(self, tenant: str) -> None:
-        """Makes a tenant wait until it owes nothing. Entries of tenants that left are swept out once they are most."""
+        """Makes a tenant wait until it owes nothing. Entries of tenants that left are swept out once they are most.
+
+        It earns from the time at which its turn was due, one step ago at most: requests that are not cut may have had
+        to wait for a new step.
+        """
         flow = self.flows[tenant]
         self.turns.pop(tenant, None)
         self._tickets += 1
-        flow.ticket, flow.rounds = self._tickets, 1 + max(0, -flow.deficit) // self.quantum
-        self._enter(self.round + flow.rounds, (flow.ticket, tenant))
+        flow.ticket, flow.earned = self._tickets, self.quantum + max(0, -flow.deficit)
+        since = max(flow.due, self.clock - TURNS * self.quantum)
+        self._enter(since + flow.earned, (flow.ticket, tenant))
         if self._entries > 2 * len(self.flows) + MAX_STALE:
-            waiting, self._waiting, self._rounds, self._entries = self._waiting, {}, [], 0
+            waiting, self._waiting, self._times, self._entries = self._waiting, {}, [], 0
             for when, entries in waiting.items():
                 for entry in filter(self._is_there, entries):
                     self._enter(when, entry)
@@ -125,25 +144,27 @@ class _PriorityClass(Generic[R]):
     def _enter(self, when: int, entry: tuple[int, str]) -> None:
         if when not in self._waiting:
             self._waiting[when] = []
-            heapq.heappush(self._rounds, when)
+            heapq.heappush(self._times, when)
         self._waiting[when].append(entry)
         self._entries += 1
 
     def remove(self, tenant: str) -> None:
         del self.flows[tenant]
         self.turns.pop(tenant, None)
+        self._new.pop(tenant, None)
 
-    def next_round(self, last: int | None = None) -> list[str]:
-        """Goes on to the next round in which tenants have a turn, if it is not after `last`; returns them."""
-        while self._rounds and (last is None or self._rounds[0] <= last):
-            self.round = heapq.heappop(self._rounds)
-            entries = self._waiting.pop(self.round)
+    def next_turns(self, last: int | None = None) -> list[str]:
+        """Goes on to the next time at which tenants have a turn, if it is not after `last`; returns them."""
+        while self._times and (last is None or self._times[0] <= last):
+            due = heapq.heappop(self._times)
+            self.clock = max(self.clock, due)
+            entries = self._waiting.pop(due)
             self._entries -= len(entries)
             tenants = [entry[1] for entry in entries if self._is_there(entry)]
             for tenant in tenants:
                 flow = self.turns[tenant] = self.flows[tenant]
-                flow.deficit += flow.rounds * self.quantum
-                flow.ticket = 0
+                flow.deficit += flow.earned
+                flow.due, flow.ticket = due, 0
             if tenants:
                 return tenants
         return []
@@ -158,8 +179,9 @@ class _Serving:
     """Holds how far one step's tokens are shared out."""
 
     left: int  # tokens
+    quantum: int  # tokens of a turn
     stuck: set[int] = field(default_factory=set)  # arrivals of the requests that can have nothing more
-    done: bool = False  # a request needs nothing more: no further round
+    done: bool = False  # a request needs nothing more: no second turn of a tenant
     stopped: bool = False
 
 
@@ -167,7 +189,7 @@ class FairQueue(Generic[R]):
     """Orders requests with work of one kind by priority (a lower number is always served first), tenant and request."""
 
     def __init__(self, quantum: int) -> None:
-        """Makes an empty queue. `quantum`: tokens of one turn."""
+        """Makes an empty queue. `quantum`: most tokens of one turn."""
         self._quantum = quantum
         self._classes: dict[int, _PriorityClass[R]] = {}
         self._order: list[tuple[int, int, R]] = []  # a heap by priority and arrival; some have left
@@ -202,7 +224,7 @@ class FairQueue(Generic[R]):
         """Adds a request. One that is there stays where it is."""
         group = self._classes.get(request.priority)
         if group is None:
-            group = self._classes[request.priority] = _PriorityClass(quantum=self._quantum)
+            group = self._classes[request.priority] = _PriorityClass()
         group.flow(request.tenant).add(request)
         if (turn := (request.priority, request.arrival)) not in self._requests:
             self._requests.add(turn)
@@ -232,7 +254,8 @@ class FairQueue(Generic[R]):
     def serve(self, budget: int, give: Callable[[R, int, int], int]) -> int:
         """Shares out the tokens of one step.
 
-        A tenant for which nothing could be done keeps its place in front. Rounds go on while tokens are left, but not
+        A turn is a part of the step, however short that is: a tenant that comes waits for no long turn of another.
+        A tenant for which nothing could be done keeps its place in front. Turns go on while tokens are left, but not
         once a request is done: its caller would wait for what is added to the step for the others. A step is closed
         once MAX_FRUITLESS requests could have nothing of it.
 
@@ -245,7 +268,7 @@ class FairQueue(Generic[R]):
         Returns:
             The tokens used.
         """
-        serving = _Serving(left=budget)
+        serving = _Serving(left=budget, quantum=min(self._quantum, max(MIN_TURN, budget // TURNS)))
         for priority in sorted(self._classes):
             group = self._classes.get(priority)
             if group is not None:
@@ -257,7 +280,8 @@ class FairQueue(Generic[R]):
     def _serve_class(self, group: _PriorityClass[R], serving: _Serving, give: Callable[[R, int, int], int]) -> None:
         """Gives the tenants of a class their turns. Once a request is done, each tenant has had one at most."""
         seen = set[str]()
-        last = group.round + 1
+        group.begin(serving.quantum)
+        last = group.clock + serving.quantum
         tenants = list(group.turns)
         while True:
             for tenant in tenants:
@@ -277,7 +301,7 @@ class FairQueue(Generic[R]):
                     group.wait(tenant)
             if serving.left <= 0:
                 return
-            tenants = group.next_round(last if serving.done else None)
+            tenants = group.next_turns(last if serving.done else None)
             if not tenants:
                 return
 
@@ -293,10 +317,10 @@ class FairQueue(Generic[R]):
         """Serves one tenant.
 
         The only flow of its class needs no deficit: each of its requests is served once, and may spend all that is
-        left, but a quantum beside one that is done.
+        left, but a quantum beside one that is done. The rest of a turn that began in a larger step is no more than a
+        turn of this one.
         """
-        if only_flow:
-            flow.deficit = self._quantum
+        flow.deficit = self._quantum if only_flow else min(flow.deficit, serving.quantum)
         left, stuck = serving.left, serving.stuck
         used, done, goes_on = 0, False, True
         while goes_on:

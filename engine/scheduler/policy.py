@@ -21,9 +21,9 @@ SMOOTHING = 0.3
 
 MIN_BUDGET = {"cpu": 32, "cuda": 256}  # tokens of a step, however slow the machine seems
 MIN_MEASURED = 32  # tokens of a step that tells how fast it is
-UNKNOWN_BUDGET = 512  # tokens of a step beside running rows, before any time is known
-REACH = 2  # times the largest of the latest steps: beyond that the line is a guess, and running rows would wait for it
-SHARED_STEP_S = {"cpu": 0.016, "cuda": 0.1}  # while requests of several tenants come
+UNKNOWN_BUDGET = 512  # tokens of a step for whose end others wait, before any time is known
+REACH = 2  # times the largest of the latest steps: beyond that the line is a guess, and others would wait for it
+SHARED_STEP_S = {"cpu": 0.01, "cuda": 0.1}  # while requests of several tenants come
 STEP_S = {"cpu": 0.1, "cuda": 0.4}  # a large model's matrix products lose a twentieth in shorter steps of a GPU
 DECAY = 0.9  # weight that a step keeps with each later one
 OUTLIER_FACTOR = 2.0  # times longer or shorter than expected
@@ -41,6 +41,7 @@ class StepPolicy:
         self._adaptive_drafts = config.speculation.adaptive
         self._spent = {True: 0.0, False: 0.0}  # weighted seconds of scoring and of generation
         self._had_work: set[StepKind] = set()
+        self._latest = True  # whether scoring, or generation, was idle more lately
         self._last_decode = 0.0
         self._decode_steps = 0
         self._token_s: dict[bool, float] = {}  # seconds a token of a row, smoothed, by whether the step drafted
@@ -50,9 +51,10 @@ class StepPolicy:
     def order(self, kinds_with_work: Iterable[StepKind], now: float) -> list[StepKind]:
         """Returns the kinds that have work, the one that is due first.
 
-        Generation and scoring share the time by weight. Prefill steps come before decode steps, so that the batch is
-        full before it decodes: a decode step takes about as long for few rows as for many. Once the running rows have
-        waited for `decode_gap_s` a decode step comes before everything.
+        Generation and scoring share the time by weight; of two that are due, the one that was idle goes first. Prefill
+        steps come before decode steps, so that the batch is full before it decodes: a decode step takes about as long
+        for few rows as for many. Once the running rows have waited for `decode_gap_s` a decode step comes before
+        everything.
         """
         work = set(kinds_with_work)
         if StepKind.DECODE in work - self._had_work:
@@ -60,10 +62,15 @@ class StepPolicy:
         for scores in (True, False):
             if self._weight(work, scores) and not self._weight(self._had_work, scores):
                 self._spent[scores] = max(self._spent.values())  # what was idle does not make up for it
+                self._latest = scores
         self._had_work = work
         if now - self._last_decode >= self._decode_gap_s:
             return sorted(work, key=lambda kind: (kind is not StepKind.DECODE, self._spent[_scores(kind)], kind))
-        return sorted(work, key=lambda kind: (self._spent[_scores(kind)], kind is not StepKind.PREFILL, kind))
+        return sorted(work, key=self._place)
+
+    def _place(self, kind: StepKind) -> tuple[float, bool, bool]:
+        scores = _scores(kind)
+        return self._spent[scores], scores != self._latest, kind is StepKind.DECODE
 
     @staticmethod
     def _weight(kinds: Iterable[StepKind], scores: bool) -> float:
@@ -170,12 +177,11 @@ class StepTimeModel:
             several_tenants: whether requests of several tenants come.
         """
         fit = self._fits[kind]
-        if decoding:
-            within = min(fit.tokens_within(self._decode_gap_s), max(UNKNOWN_BUDGET, REACH * fit.largest))
-        else:
-            within = fit.tokens_within(self._step_s)
+        within = fit.tokens_within(self._decode_gap_s if decoding else self._step_s)
         if several_tenants:
             within = min(within, fit.tokens_within(self._shared_step_s))
+        if decoding or several_tenants:
+            within = min(within, max(UNKNOWN_BUDGET, REACH * fit.largest))
         return int(min(self._token_budget, max(self._min_budget, within)))
 
     def max_rows(self, drafting: bool) -> int:

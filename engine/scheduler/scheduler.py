@@ -23,7 +23,7 @@ from engine.metrics import Stopwatch
 from engine.model.lm_head import RowLogprobs
 from engine.request_cost import answer_cost
 from engine.requests import EngineError, Float32s, Int32s, Int64s
-from engine.scheduler.fair_queue import STOP, ActiveTenants, FairQueue
+from engine.scheduler.fair_queue import STOP, TURNS, ActiveTenants, FairQueue
 from engine.scheduler.policy import StepPolicy
 from engine.scheduler.request_state import (
     GenerationState,
@@ -122,7 +122,7 @@ class Scheduler:
             max_targets: rows of one call of `CausalLM.target_logprobs`; None: any number.
             whole_rows: no row of a scoring request is cut (`HeadInfo.whole_rows`).
         """
-        quantum = max(64, config.token_budget // 8)
+        quantum = max(64, config.token_budget // TURNS)
         self._costs = config.costs
         self._speculation = config.speculation
         self.kv_cache = kv_cache

@@ -7,12 +7,13 @@ import pytest
 
 from benchmarks.service.bench_growth import Planner
 from engine.scheduler import fair_queue, score_batcher
-from engine.scheduler.fair_queue import MAX_FRUITLESS, FairQueue, _PriorityClass
+from engine.scheduler.fair_queue import MAX_FRUITLESS, TURNS, FairQueue, _PriorityClass
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.score_batcher import MAX_NO_ROOM
 from tests.engine.scheduler.test_fair_queue import Job
 
-QUANTUM, BUDGET, TENANTS = 64, 512, 300
+BUDGET, TENANTS = 512, 300
+QUANTUM = BUDGET // TURNS
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
@@ -143,7 +144,8 @@ def prefill_behind(monkeypatch: pytest.MonkeyPatch, *, planted: bool) -> bool:
         planner.generation(f"t{number}", [number] * 900)
     prompts = planner.scheduler.prompts
     group = prompts._classes[0]
-    group.next_round()
+    group.begin(256 // TURNS)
+    group.next_turns()
     group.turns["first"] = group.turns.pop("first")  # behind all others
     if planted:
         monkeypatch.setattr(Scheduler, "_prefill_admitted", lambda self, budget, give: 0)

@@ -2,8 +2,8 @@
 limits, and the small requests of another key beside it.
 
 Proxy, ingress, replica and both clients share two cores here, so a small request also waits for processor time that is
-the heavy key's by right: p99 over idle is printed here, and judged in tests/chaos/test_tenants.py, where the steps take
-a set time.
+the heavy key's by right: p99 over idle is printed here, that of the engine's part (its queue and its steps) and of the
+way beside it, and judged in tests/chaos/test_tenants.py, where the steps take a set time.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import httpx
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from deployments.auth.api_keys import digest_of
@@ -40,6 +41,7 @@ IDLE = 100
 LANES = 2
 PAUSE_S = 0.03
 Request = tuple[str, dict[str, Any]]
+Float64s = npt.NDArray[np.float64]
 GENERATION = {"prompt": "a red chair", "ignore_eos": True}
 ITEMS = {"query": "a red chair", "items": [f"item {n} of wood" for n in range(4_000)], "label_token_ids": [65, 66]}
 LOADS: dict[str, list[Request]] = {
@@ -56,14 +58,17 @@ LOADS: dict[str, list[Request]] = {
 
 
 class Seen(NamedTuple):
-    """Statuses, and seconds, of the small requests."""
+    """Statuses, and seconds, of the small requests; in the engine: those of them in its queue and its steps."""
 
     statuses: Counter[int]
     seconds: list[float]
+    in_engine: list[float]
 
     @property
-    def p99_s(self) -> float:
-        return float(np.quantile(self.seconds, 0.99))
+    def p99_s(self) -> Float64s:
+        """Of all, of the engine's part, and of the rest."""
+        way = np.subtract(self.seconds, self.in_engine)
+        return np.quantile([self.seconds, self.in_engine, way], 0.99, axis=1)
 
     @property
     def prompt(self) -> bool:
@@ -87,16 +92,19 @@ def small(number: int) -> Request:
     return "/generative_scoring", {"query": f"lamp {number}", "items": ["an old lamp"], "label_token_ids": [65, 66]}
 
 
-async def ask(http: httpx.AsyncClient, request: Request) -> tuple[int, float]:
+async def ask(http: httpx.AsyncClient, request: Request) -> tuple[int, float, float]:
+    """Returns the status, the seconds, and those of them in the engine."""
     path, body = request
     began = time.monotonic()
     answer = await http.post(path, json=body)
-    return answer.status_code, time.monotonic() - began
+    ended = time.monotonic()
+    in_engine = sum(float(answer.headers.get(f"x-assay-{stage}-ms", 0)) for stage in ("queue", "compute"))
+    return answer.status_code, ended - began, in_engine / 1e3
 
 
 async def lights(http: httpx.AsyncClient, until: "asyncio.Future[Any] | None" = None) -> Seen:
     """Small requests in a few lanes: `IDLE` of them, or as long as the load runs."""
-    found, numbers = list[tuple[int, float]](), itertools.count()
+    found, numbers = list[tuple[int, float, float]](), itertools.count()
 
     async def lane() -> None:
         for number in numbers:  # all lanes take from the same
@@ -106,7 +114,8 @@ async def lights(http: httpx.AsyncClient, until: "asyncio.Future[Any] | None" = 
             await asyncio.sleep(PAUSE_S)
 
     await asyncio.gather(*(lane() for _ in range(LANES)))
-    return Seen(Counter(status for status, _ in found), [seconds for _, seconds in found])
+    statuses, seconds, in_engine = zip(*found, strict=True)
+    return Seen(Counter(statuses), list(seconds), list(in_engine))
 
 
 def client_of(url: str, key: str) -> httpx.AsyncClient:
@@ -151,11 +160,12 @@ async def beside(url: str, name: str, key: str) -> Seen:
             await asyncio.sleep(0.3)  # until it runs
             found = await lights(light, load)
             statuses, sending_s = await load
-    ratio = found.p99_s / idle.p99_s
+    ratio, of_engine, of_way = found.p99_s / idle.p99_s
     print(
         f"R17 {name}, key {key}: {len(found.seconds)} small requests in {time.monotonic() - began:.1f} s, statuses "
-        f"{dict(found.statuses)}, longest {max(found.seconds):.2f} s, p99 {1e3 * found.p99_s:.0f} ms, idle "
-        f"{1e3 * idle.p99_s:.0f} ms, ratio {ratio:.1f}; statuses of the load "
+        f"{dict(found.statuses)}, longest {max(found.seconds):.2f} s, p99 {1e3 * found.p99_s[0]:.0f} ms, idle "
+        f"{1e3 * idle.p99_s[0]:.0f} ms, ratio {ratio:.1f} (engine {of_engine:.1f}, way {of_way:.1f}), medians "
+        f"{np.median(found.seconds) / np.median(idle.seconds):.1f}; statuses of the load "
         f"{dict(statuses)}, sent in {sending_s:.1f} s of a core"
     )
     return found

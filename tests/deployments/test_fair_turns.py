@@ -1,10 +1,14 @@
 """R17: requests that come together begin one after another, tenants in turn."""
 
 import asyncio
+import sys
+import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
+from deployments.app import SWITCH_S
 from deployments.proxy_middleware import LONG_S, ROUNDS, FairTurns
 
 MANY = 300
@@ -41,6 +45,49 @@ async def test_one_queue_for_all_would_be_seen(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(FairTurns, "take", lambda turns, tenant: own(turns, ""))
     found = await begun(["heavy"] * MANY + ["light"])
     assert found.index("light") == MANY
+
+
+@pytest.fixture
+def busy_thread() -> Iterator[None]:
+    """A thread that computes in Python, as those do that read large requests and write large answers."""
+    usual, stop = sys.getswitchinterval(), threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            [str(number) for number in range(100)]
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+    sys.setswitchinterval(usual)
+
+
+async def shortest_wakes(switch_s: float) -> float:
+    """Returns the seconds of ten wakes of the event loop, 1 ms apart, the best of several tries."""
+    sys.setswitchinterval(switch_s)
+    found = list[float]()
+    for _ in range(8):
+        since = time.perf_counter()
+        for _ in range(10):
+            await asyncio.sleep(0.001)
+        found.append(time.perf_counter() - since)
+    return min(found)
+
+
+@pytest.mark.risk("R17", figure="ten wakes of an ingress beside a thread that computes: 11 ms, as Python comes 75")
+async def test_a_small_request_does_not_wait_for_a_large_ones_thread_at_every_wake(busy_thread: None) -> None:
+    taken = await shortest_wakes(SWITCH_S)
+    print(f"R17 ten wakes beside a thread that computes: {1e3 * taken:.0f} ms")
+    assert taken < 0.04
+
+
+@pytest.mark.risk("R17", planted=True)
+async def test_turns_of_threads_as_python_comes_would_be_seen(busy_thread: None) -> None:
+    taken = await shortest_wakes(0.005)
+    print(f"R17 the same with Python's own interval: {1e3 * taken:.0f} ms")
+    assert taken > 0.05
 
 
 async def test_a_request_alone_does_not_wait() -> None:

@@ -66,6 +66,30 @@ def test_what_was_idle_does_not_make_up_for_it() -> None:
     assert found == pytest.approx({SCORE: 0.5, PREFILL: 0.5}, abs=0.01)
 
 
+@pytest.mark.risk("R17")
+def test_what_was_idle_waits_for_one_step_alone() -> None:
+    policy, now = policy_of(NEVER), 0.0
+    for _ in range(10):
+        for kinds, first in (([PREFILL, DECODE], PREFILL), ([DECODE], DECODE), ([SCORE, PREFILL, DECODE], SCORE)):
+            assert policy.order(kinds, now)[0] is first
+            policy.step_ended(first, 1, 0.004 if first is SCORE else 0.01)
+        now += 0.024
+    policy = policy_of(NEVER)
+    policy.order([SCORE], 0.0)
+    policy.step_ended(SCORE, 1, 0.01)
+    assert policy.order([SCORE, PREFILL], 0.0) == [PREFILL, SCORE]
+
+
+@pytest.mark.risk("R17", planted=True)
+def test_a_tie_that_the_running_rows_win_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_name(policy: StepPolicy, kind: StepKind) -> tuple[float, bool, StepKind]:
+        return policy._spent[kind is SCORE], kind is not PREFILL, kind
+
+    monkeypatch.setattr(StepPolicy, "_place", by_name)
+    with pytest.raises(AssertionError):
+        test_what_was_idle_waits_for_one_step_alone()
+
+
 def test_running_rows_come_first_once_the_gap_has_passed_since_their_last_step_ended() -> None:
     policy = policy_of(0.04)
     assert policy.order([DECODE, SCORE], 1.0) == [DECODE, SCORE]

@@ -36,6 +36,15 @@ def test_before_any_step_only_running_rows_bound_the_next_one() -> None:
     assert budgets(token_budget=100).max_tokens(SCORE, decoding=True) == 100
 
 
+def test_while_tenants_share_no_step_is_far_larger_than_those_measured() -> None:
+    """The first large request after small ones alone, for which another tenant would wait."""
+    made = budgets()
+    assert made.max_tokens(SCORE, decoding=False, several_tenants=True) == UNKNOWN_BUDGET
+    for _ in range(3):
+        made.add(SCORE, 2 * UNKNOWN_BUDGET, 0.001)
+    assert made.max_tokens(SCORE, decoding=False, several_tenants=True) == 2 * REACH * UNKNOWN_BUDGET
+
+
 def test_a_step_beside_running_rows_is_what_the_gap_computes() -> None:
     made = budgets()
     made.add(PREFILL, 1000, 0.1)  # 10,000 tokens a second
