@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -134,6 +135,20 @@ async def test_a_small_request_with_a_large_answer_is_large(
     found = await ask(ProxyMiddleware(app), "POST", "/tokenize", body=body)
     assert found.status == 200 and (len(found.body) > 2 * malloc.LARGE_BYTES) is large
     assert collecting == ([False, True] if large else [])  # the application's own, then the proxy's
+
+
+@pytest.mark.risk("R18")
+async def test_work_that_outlives_its_request_is_followed_by_a_trim(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, go_on = asyncio.Event(), threading.Event()
+    monkeypatch.setattr(TrimAfterLarge, "ended", lambda memory: ended.set())
+    request = asyncio.create_task(app.handler.in_thread(go_on.wait))
+    await asyncio.sleep(0.01)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert not ended.is_set()
+    go_on.set()
+    await asyncio.wait_for(ended.wait(), 5)
 
 
 async def test_it_trims_once_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
