@@ -140,7 +140,7 @@ class ProxyMiddleware:
         self._added = [] if watched else [UNWATCHED]
         self._in_proxy = watched  # an application gives turns itself, once it knows the key, and trims its own heaps
         self._turns = FairTurns()
-        self._memory = TrimAfterLarge()
+        self._memory = TrimAfterLarge(collect=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -159,11 +159,26 @@ class ProxyMiddleware:
             await self._app(named, receive, send)
             return
         await self._turns.take(next((value for name, value in headers if name == b"authorization"), b""))
+        sent = _SizeWatch(send)
         try:
-            await self._app(named, receive, send)
+            await self._app(named, receive, sent)
         finally:
-            if _declared_bytes(headers) >= LARGE_BYTES:
+            if max(_declared_bytes(headers), sent.largest) >= LARGE_BYTES:
                 self._memory.ended()
+
+
+class _SizeWatch:
+    """Passes an answer on, and keeps the bytes of its largest message."""
+
+    __slots__ = ("_send", "largest")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.largest = 0
+
+    def __call__(self, message: Message) -> Awaitable[None]:
+        self.largest = max(self.largest, len(message.get("body", b"")))
+        return self._send(message)
 
 
 def _with_header(send: Send, name: bytes, value: bytes) -> Send:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from deployments.cli.launch.ray_env import KILL_UNHEALTHY, PROXY_CALLBACK
+from tests.served import CHOSEN_LINK
 
 pytest.register_assert_rewrite("tests.deployments")  # fixtures' assertions are reported like those of tests
 
@@ -72,7 +73,7 @@ TOY_ARGS: dict[str, Any] = {
     "deadlines": {"scoring_s": 600.0},
     "drain": {"handoff_s": 0.1, "grace_s": 0.4, "ingress_grace_s": -3599.5},
     "replica": {"num_cpus": 0.1},
-}
+} | CHOSEN_LINK
 
 
 @pytest.fixture(scope="session")

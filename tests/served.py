@@ -17,6 +17,10 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "deployments" / "configs"
 END_S = 60.0
+# `ASSAY_CHAOS_LINK=off`: the services of tests send every call over Serve's handle.
+CHOSEN_LINK: dict[str, dict[str, Any]] = (
+    {"router": {"link": os.environ["ASSAY_CHAOS_LINK"]}} if "ASSAY_CHAOS_LINK" in os.environ else {}
+)
 
 
 @contextlib.contextmanager
@@ -71,7 +75,7 @@ def on_a_free_port(name: str, folder: Path, **sections: dict[str, Any]) -> tuple
     config = yaml.safe_load((CONFIGS / name).read_text("utf-8"))
     config["http_options"]["port"] = port
     args = config["applications"][0]["args"]
-    for section, fields in sections.items():
+    for section, fields in (CHOSEN_LINK | sections).items():
         args[section] = args.get(section, {}) | fields
     file = folder / name
     file.write_text(yaml.safe_dump(config), "utf-8")

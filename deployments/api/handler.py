@@ -1,7 +1,7 @@
 """Holds what all routes share, and turns an endpoint function into a route that answers errors and disconnections."""
 
 import asyncio
-import functools
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +26,7 @@ from deployments.api.schemas.known_fields import HARMLESS, REFUSED, Neutral, is_
 from deployments.auth.authenticator import Authenticator
 from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError, as_api_error, from_validation, unsupported
+from deployments.malloc import TrimAfterLarge
 from deployments.observability.ingress_metrics import IngressMetrics, Stage, StageTimer
 from deployments.protocol import Backend, ModelCard
 from deployments.time_limit import TimeLimit
@@ -75,6 +76,7 @@ class RequestHandler:
         wire = settings.limits.wire
         self._json_limits = JsonLimits(wire.max_json_depth, wire.max_json_values, wire.max_json_containers)
         self._card: ModelCard | None = None
+        self._memory = TrimAfterLarge()
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="assay-text")
 
     async def card(self) -> ModelCard:
@@ -133,9 +135,14 @@ class RequestHandler:
             return await self.in_thread(call, *args, **kwargs)
 
     async def in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs `call` in a thread."""
+        """Runs `call` in a thread. A request that ends before leaves it running, and its memory is given back later."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, functools.partial(call, *args, **kwargs))
+        work = self._threads.submit(call, *args, **kwargs)
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(lambda _: _call_in(loop, self._memory.ended))
+            raise
 
     async def tokenize(
         self,
@@ -222,6 +229,12 @@ class RequestHandler:
                 message = f"The answer must be at most {maximum} bytes (`limits.max_answer_bytes`). Ask for less."
                 raise ApiError("request_too_large", message) from None
         return JsonResponse(pieces)
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Has an event loop make a call, from another thread. Does nothing once the loop has ended."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
 
 
 Endpoint = Callable[[RequestHandler, RequestContext], Awaitable[Response]]

@@ -126,6 +126,8 @@ class RequestMiddleware:
             if context.code in SHED:
                 self._refusals.add(context.code)
             self._observer.request_ended(context.route, status, context.code, context.elapsed_s())
+            if max(context.body_bytes, sent.largest) >= LARGE_BYTES:
+                self._memory.ended()
 
     async def _handle(self, scope: Scope, receive: Receive, send: "_HeaderSender", context: RequestContext) -> None:
         try:
@@ -181,8 +183,6 @@ class RequestMiddleware:
             self._requests -= 1
             self._body_bytes -= context.body_bytes
             self._observer.body(-context.body_bytes)
-            if context.body_bytes >= LARGE_BYTES:
-                self._memory.ended()
 
     def _max_body(self, context: RequestContext) -> tuple[int, str]:
         """Returns the bytes that the body may have, and the limit that says so."""
@@ -331,7 +331,8 @@ def _plain(scope: Scope) -> Scope:
 
 
 class _HeaderSender:
-    """Adds the request id and the context's headers to a response, and keeps its status. HEAD gets no body.
+    """Adds the request id and the context's headers to a response, and keeps its status and the bytes of its largest
+    message. HEAD gets no body.
 
     `statuses` maps statuses to others that are sent in their place.
     """
@@ -342,6 +343,7 @@ class _HeaderSender:
         self._head = head
         self._statuses = statuses
         self.status = 0
+        self.largest = 0
 
     def __call__(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
@@ -349,6 +351,8 @@ class _HeaderSender:
             ours = {"x-assay-request-id": self._exchange.request_id, **self._exchange.headers}
             pairs = [(name.encode("ascii"), value.encode("ascii")) for name, value in ours.items()]
             message = {**message, "status": self.status, "headers": [*message.get("headers", []), *pairs]}
-        elif self._head and message["type"] == "http.response.body":
-            message = {**message, "body": b""}
+        elif message["type"] == "http.response.body":
+            self.largest = max(self.largest, len(message.get("body", b"")))
+            if self._head:
+                message = {**message, "body": b""}
         return self._send(message)

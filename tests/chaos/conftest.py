@@ -131,8 +131,7 @@ def breakable(toy_args: dict[str, Any]) -> Iterator[Callable[..., Cluster]]:
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
 
     def make(**sections: Any) -> Cluster:
-        link = {"router": {"link": os.environ.get("ASSAY_CHAOS_LINK", "auto")}}  # `off`: every call over Serve's handle
-        cluster = Cluster(port, toy_args | link | sections)
+        cluster = Cluster(port, toy_args | sections)
         cluster.deploy()
         asyncio.run(cluster.whole())
         return cluster

@@ -45,16 +45,21 @@ HEADS: dict[str, Head] = {
 }
 
 
-def resident() -> dict[str, float]:
-    """MB of each process of the service that reads what clients send."""
+def processes() -> dict[str, psutil.Process]:
+    """The processes of the service that read what clients send."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         title = " ".join(process.cmdline())
         for name in ("ProxyActor", "ServeReplica:assay:Ingress"):
             if title.startswith(f"ray::{name}"):
-                found[name] = process.memory_info().rss / 1e6
+                found[name] = process
     assert len(found) == 2, found
     return found
+
+
+def resident() -> dict[str, float]:
+    """MB of each of them."""
+    return {name: process.memory_info().rss / 1e6 for name, process in processes().items()}
 
 
 async def ask(url: str, method: str, path: str, lines: tuple[str, ...], body: bytes) -> int:

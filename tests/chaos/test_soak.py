@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from deployments.limits import WireLimits
-from tests.chaos.test_proxy_memory import resident
+from tests.chaos.test_proxy_memory import processes, resident
 from tests.served import served
 
 SECONDS = float(os.environ.get("CHAOS_SOAK_S", "1800"))
@@ -99,3 +100,36 @@ def test_memory_comes_back_after_bodies_of_up_to_the_limit(tmp_path: Path) -> No
     print(f"soak of {SECONDS:.0f} s: {dict(seen)}, MB {before} -> {at_end}, after it settled {more} more")
     assert max(more.values()) < MAX_MB, (before, more)
     assert seen[200] and seen[413] and not any(status >= 500 and status not in (503,) for status in seen)
+
+
+SHARED_BODIES, SHARED_MB = 24, 10.0
+RAYS_OWN_LIMIT = {"RAY_max_direct_call_object_size": str(100 << 10)}
+
+
+def in_the_object_store(folder: Path, **environment: str) -> dict[str, float]:
+    """MB of the object store that each process has touched, after bodies of up to the limit."""
+
+    async def send(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=300, trust_env=False) as http:
+            for _ in range(SHARED_BODIES // LANES):
+                await asyncio.gather(*(http.post("/v1/completions", content=blank, headers=JSON) for _ in range(LANES)))
+
+    blank = b" " * BODY
+    with served("cpu.yaml", folder, START_S, environment) as url:
+        asyncio.run(send(url))
+        return {name: shared(process) for name, process in processes().items()}
+
+
+def shared(process: psutil.Process) -> float:
+    status = Path(f"/proc/{process.pid}/status").read_text("ascii")
+    return float(status.partition("RssShmem:")[2].split()[0]) / 1e3
+
+
+@pytest.mark.risk("R18")
+def test_bodies_stay_out_of_rays_object_store(tmp_path: Path) -> None:
+    assert max(in_the_object_store(tmp_path).values()) < SHARED_MB
+
+
+@pytest.mark.risk("R18", planted=True)
+def test_with_rays_own_limit_they_would_be_there(tmp_path: Path) -> None:
+    assert min(in_the_object_store(tmp_path, **RAYS_OWN_LIMIT).values()) > 2 * SHARED_MB

@@ -24,6 +24,7 @@ import psutil
 import yaml
 
 from deployments.auth.api_keys import digest_of
+from deployments.cli.launch.ray_env import INLINE, PROXY_CALLBACK
 
 ROOT = Path(__file__).resolve().parents[2]
 NET, PORT, GCS = "10.77.0", 8000, 6379
@@ -295,7 +296,8 @@ def environment(token: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy_middleware.middlewares",
+        **PROXY_CALLBACK,
+        **INLINE,
         "RAY_raylet_start_wait_time_s": "300",
         "RAY_worker_niceness": "0",
         "no_proxy": "*",

@@ -3,11 +3,15 @@
 import asyncio
 import subprocess
 import sys
+import threading
+from typing import Any
 
 import pytest
 
 from deployments import malloc
 from deployments.malloc import TrimAfterLarge
+from deployments.proxy_middleware import ProxyMiddleware
+from tests.deployments.auth.conftest import ask
 
 SCRIPT = """
 import psutil, sys
@@ -83,6 +87,68 @@ def test_small_blocks_go_back_a_moment_after_a_large_request() -> None:
 @pytest.mark.risk("R18", planted=True)
 def test_without_trimming_they_would_stay() -> None:
     assert left_of_small_blocks("as it comes") > 5 * BOUND_MB
+
+
+CYCLES = """
+import asyncio, psutil, sys
+from deployments.malloc import TrimAfterLarge, give_back_memory
+give_back_memory()
+own = psutil.Process()
+start = own.memory_info().rss
+
+async def run():
+    for _ in range(10):
+        cycle = [b"x" * 20_000_000]
+        cycle.append(cycle)
+    del cycle
+    TrimAfterLarge(0.01, collect=sys.argv[1] == "collected").ended()
+    await asyncio.sleep(0.05)
+
+asyncio.run(run())
+print((own.memory_info().rss - start) // 1_000_000)
+"""
+
+
+def left_in_cycles(how: str) -> int:
+    done = subprocess.run([sys.executable, "-c", CYCLES, how], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.risk("R18")
+def test_what_a_cycle_holds_goes_a_moment_after_a_large_request() -> None:
+    assert left_in_cycles("collected") < BOUND_MB
+
+
+@pytest.mark.risk("R18", planted=True)
+def test_without_a_look_for_garbage_it_would_stay() -> None:
+    assert left_in_cycles("as it comes") > 5 * BOUND_MB
+
+
+@pytest.mark.risk("R18")
+@pytest.mark.parametrize(("chars", "large"), [(100, False), (20_000, True)])
+async def test_a_small_request_with_a_large_answer_is_large(
+    app: Any, chars: int, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collecting: list[bool] = []
+    monkeypatch.setattr(TrimAfterLarge, "ended", lambda memory: collecting.append(memory._collect))
+    body = {"prompt": "a" * chars, "return_token_strs": True}
+    found = await ask(ProxyMiddleware(app), "POST", "/tokenize", body=body)
+    assert found.status == 200 and (len(found.body) > 2 * malloc.LARGE_BYTES) is large
+    assert collecting == ([False, True] if large else [])  # the application's own, then the proxy's
+
+
+@pytest.mark.risk("R18")
+async def test_work_that_outlives_its_request_is_followed_by_a_trim(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, go_on = asyncio.Event(), threading.Event()
+    monkeypatch.setattr(TrimAfterLarge, "ended", lambda memory: ended.set())
+    request = asyncio.create_task(app.handler.in_thread(go_on.wait))
+    await asyncio.sleep(0.01)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert not ended.is_set()
+    go_on.set()
+    await asyncio.wait_for(ended.wait(), 5)
 
 
 async def test_it_trims_once_for_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 REPLY_BYTES = 64 << 20  # of one answer of a replica over gRPC; the library's default is 4 MiB
+INLINE_BYTES = 128 << 20  # of one result of a call: more than the largest answer
 
 # Serve calls it for the middleware of its HTTP servers, which import it by this path.
 PROXY_CALLBACK = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy_middleware.middlewares"}
 # A replica that fails its health checks is killed. Serve would wait for `drain` to pass, while a frozen process holds
 # its device and its memory.
 KILL_UNHEALTHY = {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
+# Bodies and answers travel in the messages of calls. Ray puts larger ones into its object store, whose pages stay with
+# each process that has touched them, and which writes to disk what does not fit.
+INLINE = dict.fromkeys(("RAY_max_direct_call_object_size", "RAY_task_rpc_inlined_bytes_limit"), str(INLINE_BYTES))
 LOCAL = (
     PROXY_CALLBACK
     | KILL_UNHEALTHY
+    | INLINE
     | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # Ray's default, 15, puts proxy and ingress behind all other processes

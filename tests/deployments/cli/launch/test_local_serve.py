@@ -22,6 +22,7 @@ from ray.serve.schema import (
 )
 
 from deployments.cli.launch import local_serve, ray_env
+from deployments.limits import WireLimits
 from engine.model.checkpoint import BUILTIN
 from tests.support import model_folders
 
@@ -127,6 +128,7 @@ print(json.dumps([dict(os.environ), str(folder), mode, folder.exists(), "ray" in
     assert (mode, exists, imported) == ("0o40700", False, False)
     assert len(found["RAY_AUTH_TOKEN"]) == 64 and found["RAY_AUTH_MODE"] == "token"
     assert found["RAY_worker_niceness"] == "0"
+    assert int(found["RAY_max_direct_call_object_size"]) > WireLimits().max_answer_bytes
     assert (found.get("RAY_SERVE_THROUGHPUT_OPTIMIZED") == "1") is fast
     names = ("CONFIG_FILE_LOC", "SOCKET_PATH", "SERVER_STATE_BASE", "SERVER_STATE_FILE", "METRICS_SOCKET_PATH")
     assert all(found.get(f"RAY_SERVE_HAPROXY_{name}", "").startswith(folder) is fast for name in names)
