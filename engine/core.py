@@ -174,7 +174,9 @@ class EngineCore:
                 torch.cuda.set_device(self._model.device)
             if self._yields_cores:
                 yield_cores()
-            with torch.no_grad():  # the mode belongs to the thread
+            # Modes belong to the thread. In inference mode an operation costs the host less, and a step on a CPU is
+            # hundreds of small ones. Layers for CUDA were compiled and captured without it.
+            with torch.inference_mode(self._model.device.type == "cpu"), torch.no_grad():
                 while not self._stopping:
                     self._round()
         except Exception as error:

@@ -20,7 +20,9 @@ from engine.requests import Int64s
 
 MIN_AREA = 1 << 14  # scores of a padded block that are always worth one call in place of one for each sequence
 MAX_PADDING = 1.5  # times the scores without padding, above that
-MAX_ATTENDED = 1 << 16  # tokens whose keys and values a block copies, unless one sequence attends to more
+MAX_ATTENDED = 1 << 16  # tokens whose keys and values a block copies on a GPU, unless one sequence attends to more
+# Bytes of them on a CPU: larger copies leave its caches, and the C library maps the largest anew at each call.
+MAX_COPIED = 4 << 20
 MIN_CONTEXT = 64  # shared tokens from which two levels win on a CPU
 
 
@@ -80,8 +82,9 @@ class _TorchStep:
         self._queries = batch.qo_indptr.numpy().astype(np.int64)
         self._attended = batch.kv_indptr.numpy().astype(np.int64)
         self._indices = batch.kv_indices
-        self._whole_blocks: list[_Block] | None = None
-        self._own_blocks: list[_Block] = []
+        self._single = batch.single and batch.cascade is None  # a decode step
+        self._whole_blocks: list[_Block] | None = None  # made by the first layer that needs them
+        self._own_blocks: list[_Block] | None = None
         self._spans: list[_Span] = []
         if (cascade := batch.cascade) is not None:
             queries, contexts = cascade.query_indptr.tolist(), cascade.context_indptr.tolist()
@@ -91,15 +94,12 @@ class _TorchStep:
                 for first, last, start, end in bounds
                 if end > start
             ]
-            self._own_blocks = _blocks(self._queries, cascade.own_indptr.numpy(), cascade.own_indices)
-        self._single: _Block | None = None  # all of a decode step
-        if batch.single and batch.cascade is None and len(blocks := self._blocks()) == 1:
-            self._single = blocks[0]
+            self._own_attended, self._own_indices = cascade.own_indptr.numpy(), cascade.own_indices
 
-    def _blocks(self) -> list[_Block]:
+    def _blocks(self, call: AttentionCall) -> list[_Block]:
         """Returns the blocks of all that the step attends to, in one level."""
         if self._whole_blocks is None:
-            self._whole_blocks = _blocks(self._queries, self._attended, self._indices)
+            self._whole_blocks = _blocks(self._queries, self._attended, self._indices, _max_attended(call))
         return self._whole_blocks
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -107,20 +107,22 @@ class _TorchStep:
         keys.index_copy_(0, self._write_slots, call.k_TGD.flatten(1).to(keys.dtype))
         values.index_copy_(0, self._write_slots, call.v_TGE.flatten(1).to(values.dtype))
         fused = call.softcap == NO_SOFTCAP and call.sinks is None
-        if fused and self._single is not None:
-            return _attend_single(call, self._single)
+        if fused and self._single and len(blocks := self._blocks(call)) == 1:
+            return _attend_single(call, blocks[0])
         out = call.q_THD.new_empty((*call.q_THD.shape[:2], call.v_TGE.shape[2]))
         if not fused:
             self._attend_one_by_one(call, out)
         elif self._spans and call.window == NO_WINDOW and call.q_THD.shape[2] == call.v_TGE.shape[2]:
             self._attend_in_levels(call, out)
         else:
-            for block in self._blocks():
+            for block in self._blocks(call):
                 _attend_block(call, block, out)
         return out
 
     def _attend_in_levels(self, call: AttentionCall, out_THE: torch.Tensor) -> None:
         logsums = call.q_THD.new_empty(call.q_THD.shape[:2], dtype=torch.float32)
+        if self._own_blocks is None:
+            self._own_blocks = _blocks(self._queries, self._own_attended, self._own_indices, _max_attended(call))
         for block in self._own_blocks:
             _attend_block(call, block, out_THE, logsums)
         for span in self._spans:
@@ -144,13 +146,21 @@ class _TorchStep:
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # the call that gives log-sum-exps
 
 
-def _blocks(queries: Int64s, attended: Int64s, indices: torch.Tensor) -> list[_Block]:
+def _max_attended(call: AttentionCall) -> int:
+    """Returns how many tokens' keys and values a block of such layers copies at most."""
+    if call.keys.device.type != "cpu":
+        return MAX_ATTENDED
+    return MAX_COPIED // (call.keys[0].nbytes + call.values[0].nbytes)
+
+
+def _blocks(queries: Int64s, attended: Int64s, indices: torch.Tensor, max_attended: int) -> list[_Block]:
     """Lays all sequences of a step in blocks, those of like sizes together.
 
     Args:
         queries: [S + 1] where each sequence's new tokens begin, and where the last one's end.
         attended: [S + 1] the same for `indices`.
         indices: [A] slots that the sequences attend to.
+        max_attended: Tokens that a block copies at most, unless one sequence attends to more.
     """
     sizes, lengths = np.diff(queries), np.diff(attended).astype(np.int64)
     order = np.lexsort((lengths, sizes))[::-1]
@@ -163,7 +173,7 @@ def _blocks(queries: Int64s, attended: Int64s, indices: torch.Tensor) -> list[_B
             a_with, count = max(a, length), end - start + 1
             area += size * length
             padded = count * n * a_with
-            if end > start and (padded > max(MIN_AREA, MAX_PADDING * area) or count * a_with > MAX_ATTENDED):
+            if end > start and (padded > max(MIN_AREA, MAX_PADDING * area) or count * a_with > max_attended):
                 break
             a, end = a_with, end + 1
         chosen = np.sort(order[start:end])

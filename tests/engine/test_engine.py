@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine.requests import EngineError, ErrorCode, GenerateRequest
 from tests.support import toy_model
@@ -202,6 +203,14 @@ async def test_the_context_end_is_a_length_finish(make_rig: MakeRig, generate_jo
     heard = await rig.run(generate_job(PROMPT, max_tokens=99))
     assert len(heard.tokens) == 30 - len(PROMPT)
     assert heard.finish == "length"
+
+
+async def test_steps_on_a_cpu_run_in_inference_mode(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    seen: list[bool] = []
+    rig = make_rig(before_step=lambda step: seen.append(torch.is_inference_mode_enabled()))
+    await rig.run(generate_job(PROMPT, max_tokens=3))
+    assert len(seen) >= 3
+    assert all(seen)
 
 
 async def test_one_hand_over_a_step_however_many_rows(make_rig: MakeRig, generate_job: MakeJob) -> None:

@@ -1,6 +1,7 @@
 """The attention op and its torch body, against a plain sum over tokens in float64."""
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,7 +77,8 @@ def _block_sizes(case: _Case) -> list[int]:
     """The sequences of each block of a step."""
     batch = case.batch
     queries, attended = (one.numpy().astype(np.int64) for one in (batch.qo_indptr, batch.kv_indptr))
-    return [block.shape[0] for block in torch_backend._blocks(queries, attended, batch.kv_indices)]
+    blocks = torch_backend._blocks(queries, attended, batch.kv_indices, torch_backend.MAX_ATTENDED)
+    return [block.shape[0] for block in blocks]
 
 
 def test_one_long_row_among_short_ones_is_attended_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +88,26 @@ def test_one_long_row_among_short_ones_is_attended_alone(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch_backend, "MIN_AREA", 0)
     assert _block_sizes(case) == [1, 3]
     assert torch.allclose(case.op(0.3, NO_WINDOW, NO_SOFTCAP, None), together, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_copy_on_a_cpu_is_larger_than_a_sequence_needs(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = KV_HEADS * (KEY_DIM + VALUE_DIM) * 4
+    copied: list[int] = []
+    gathered = torch_backend._gathered
+
+    def noted(call: Any, slots: torch.Tensor, count: int) -> Any:
+        copied.append(len(slots) * token)
+        return gathered(call, slots, count)
+
+    monkeypatch.setattr(torch_backend, "_gathered", noted)
+    together = _Case(*SHAPES[shape]).op(0.3, NO_WINDOW, NO_SOFTCAP, None)
+    assert max(copied) > 14 * token
+    copied.clear()
+    monkeypatch.setattr(torch_backend, "MAX_COPIED", 14 * token)
+    apart = _Case(*SHAPES[shape]).op(0.3, NO_WINDOW, NO_SOFTCAP, None)
+    assert max(copied) <= 14 * token
+    assert torch.allclose(apart, together, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -167,7 +189,7 @@ def test_blocks_hold_every_token_once_however_different_the_sizes_are() -> None:
     sizes = np.random.default_rng(2).integers(1, 300, 40)
     contexts = np.random.default_rng(3).integers(0, 900, 40)
     queries, attended = (np.concatenate(([0], np.cumsum(each))) for each in (sizes, sizes + contexts))
-    blocks = torch_backend._blocks(queries, attended, torch.arange(int(attended[-1])))
+    blocks = torch_backend._blocks(queries, attended, torch.arange(int(attended[-1])), 1 << 16)
     found = []
     for block in blocks:
         tokens = torch.arange(int(queries[-1])) if block.tokens is None else block.tokens
