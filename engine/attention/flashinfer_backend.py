@@ -7,7 +7,7 @@ tiles.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -170,6 +170,13 @@ class FlashInferAttention:
             indptr = buffers.indptr[: rows + 1]
             return SkinnyDecoder(params, indptr, buffers.indices, self._workspaces[params])
         return self.wrappers.graph_decoder(params, buffers, rows)
+
+    def graph_bounds(self, layers: Iterable[AttentionParams], rows: int, longest: int) -> tuple[int, ...]:
+        """Returns the bounds of captured steps; see `CapturableBackend`."""
+        bound = skinny_decode.MAX_CONTEXT
+        if rows <= skinny_decode.MAX_ROWS and longest > bound and any(map(self._has_skinny_kernel, layers)):
+            return bound, longest
+        return (longest,)
 
     def _has_skinny_kernel(self, params: AttentionParams) -> bool:
         """Returns whether the skinny decode kernel attends in such layers; their workspace exists from then on."""

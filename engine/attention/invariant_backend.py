@@ -4,6 +4,7 @@
 lies in its buffers alone.
 """
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -52,6 +53,10 @@ class InvariantAttention:
         places = slots.long()
         keys[:, 0].index_copy_(0, places, k)
         values[:, 0].index_copy_(0, places, v)
+
+    def graph_bounds(self, layers: Iterable[AttentionParams], rows: int, longest: int) -> tuple[int, ...]:
+        """Returns the one bound of captured steps: a row's kernel follows from the row alone."""
+        return (longest,)
 
     def graph_decoder(self, params: AttentionParams, buffers: GraphBuffers, rows: int, longest: int) -> GraphDecoder:
         """Makes what attends in a captured step of single tokens; see `CapturableBackend`."""

@@ -1,5 +1,6 @@
 """Defines what plans of paged attention are made of: layer parameters, sequences, and the buffers of captured steps."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -74,6 +75,11 @@ class CapturableBackend(AttentionBackend, Protocol):
             rows: The step's row count.
             longest: Tokens that a row may attend to.
         """
+        ...
+
+    def graph_bounds(self, layers: "Iterable[AttentionParams]", rows: int, longest: int) -> tuple[int, ...]:
+        """Returns the longest contexts of the captured steps of `rows` rows, ascending, the last one being `longest`:
+        a step of shorter rows is attended by other kernels."""
         ...
 
     def named_by_graph(self, tokens: int) -> object:

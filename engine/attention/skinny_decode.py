@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # Triton is no part of a CPU's installation
     from engine.kernels.skinny_decode_attention import SplitKVWorkspace
 
 MAX_ROWS: Final = 8  # of a captured step
-MAX_CONTEXT: Final = 1024  # tokens of a row's context; FlashInfer reads longer ones faster
+MAX_CONTEXT: Final = 1024  # tokens of a row's context; FlashInfer reads longer ones faster, in graphs of their own
 
 
 class SkinnyDecoder:

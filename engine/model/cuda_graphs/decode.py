@@ -6,6 +6,7 @@ replay is one launch. Switch: `engine.graphs`, up to `engine.max_graph_batch_siz
 Graphs exist for a few row counts (buckets); a step is padded to the next one with sequences of one token over the
 padding slot. The tokens of a verify step are rows of their own: each attends to those before it, which the same step
 writes first. Contexts are then read once a token, which costs less than launching every kernel while they are short.
+Where other kernels attend to short contexts, a row count has a graph for steps of such rows, and one for all others.
 All graphs share one memory pool, one set of inputs and one logits buffer, since steps run one after another.
 """
 
@@ -27,6 +28,7 @@ SMALL_BUCKETS = (2, 4, 8, 16)
 BUCKET_STEP = 32
 MAX_ATTENDED = 1 << 25  # tokens that all rows of a captured step attend to: 128 MiB of indices; others run eager
 MAX_VERIFY_ATTENDED = 1 << 17  # tokens that all rows of a verify step attend to: about what launches cost
+GraphKey = tuple[int, int]  # rows, and the longest context of one
 _cuda: Any = torch.cuda  # its streams carry no types
 WARM_RUNS = 2  # before capture, so that nothing is built or tuned inside it
 
@@ -114,10 +116,12 @@ class DecodeGraphs:
         self._buffers = GraphBuffers.of(max_rows, attended, self.device)
         self._logits = torch.empty(0)
         self._planned: Any = _cuda.Event()  # after it the host may plan again
-        self._steps: dict[int, CapturedStep] = {}
-        self._graphs: dict[int, Any] = {}
+        self._steps: dict[GraphKey, CapturedStep] = {}
+        self._graphs: dict[GraphKey, Any] = {}
+        self._bounds = {rows: self.backend.graph_bounds(self.layer_params, rows, longest) for rows in self._buckets}
         for rows in reversed(self._buckets):
-            self._graphs[rows] = self._capture(rows)
+            for bound in self._bounds[rows]:
+                self._graphs[rows, bound] = self._capture(rows, bound)
 
     def bucket(self, rows: int) -> int:
         """Returns the row count to pad a step of `rows` to; `rows` itself where no graph is that large."""
@@ -126,7 +130,7 @@ class DecodeGraphs:
     def fits(self, batch: InputBatch) -> bool:
         """Returns whether a graph runs this padded step."""
         attended = batch.kv_indices.shape[0]
-        return batch.single and batch.num_tokens in self._graphs and attended <= len(self._buffers.indices)
+        return batch.single and batch.num_tokens in self._bounds and attended <= len(self._buffers.indices)
 
     def worth_replay(self, sequences: StepSequences) -> bool:
         """Returns whether a verify step is worth a replay, its tokens being rows of their own."""
@@ -136,24 +140,34 @@ class DecodeGraphs:
 
     def replay(self, batch: InputBatch) -> torch.Tensor:
         """Returns the logits [R, V] of the wanted rows, in a buffer that the next replay overwrites."""
-        size = batch.num_tokens
-        self._prepare(size, batch)
-        self._graphs[size].replay()
+        key = batch.num_tokens, self._bound(batch)
+        self._prepare(key, batch)
+        self._graphs[key].replay()
         return self._logits[: batch.num_rows] if batch.whole else self._logits[batch.keep_rows]
 
     def step(self, rows: int, buffers: GraphBuffers) -> CapturedStep:
-        """Makes a step for a graph of the caller's own, of the same model."""
-        wrappers = {
-            params: self.backend.graph_decoder(params, buffers, rows, self._longest) for params in self.layer_params
-        }
+        """Makes a step for a graph of the caller's own, of the same model and of rows of any length."""
+        return self._step(rows, self._longest, buffers)
+
+    def _step(self, rows: int, bound: int, buffers: GraphBuffers) -> CapturedStep:
+        wrappers = {params: self.backend.graph_decoder(params, buffers, rows, bound) for params in self.layer_params}
         return CapturedStep(self.module, self.backend, wrappers, rows)
 
-    def _prepare(self, size: int, batch: InputBatch) -> None:
+    def _bound(self, batch: InputBatch) -> int:
+        """Returns the bound of the graph that runs a padded step: the first that its longest row does not exceed."""
+        bounds = self._bounds[batch.num_tokens]
+        if len(bounds) == 1:
+            return bounds[0]
+        longest = int(batch.kv_indptr.diff().max())
+        return next(bound for bound in bounds if longest <= bound)
+
+    def _prepare(self, key: GraphKey, batch: InputBatch) -> None:
         """Brings the step's inputs to where the graph reads them, and plans. Only the first plan of a graph is whole:
         later ones differ from it by the lengths of the rows alone."""
+        size = key[0]
         self._front[: 3 * size].copy_(batch.front)
         self._slots[:size].copy_(batch.write_slots_i32)
-        step = self._steps[size]
+        step = self._steps[key]
         if not step.can_replan:
             step.plan(batch.kv_indptr, batch.kv_indices)
             return
@@ -163,11 +177,11 @@ class DecodeGraphs:
         step.replan(batch.kv_indptr)
         self._planned.record()
 
-    def _capture(self, size: int) -> Any:
+    def _capture(self, size: int, bound: int) -> Any:
         table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
         batch = pack(StepKind.DECODE, idle_sequences(size, 1), table, self.device)
-        step = self._steps[size] = self.step(size, self._buffers)
-        self._prepare(size, batch)
+        step = self._steps[size, bound] = self._step(size, bound, self._buffers)
+        self._prepare((size, bound), batch)
         if not self._graphs:  # the largest comes first
             self._logits = torch.empty_like(self._all_rows(step, size))
         return self._record(step, size)
