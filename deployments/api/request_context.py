@@ -50,7 +50,7 @@ class ClientWatch:
         if task is None:
             raise RuntimeError("A client is watched for a task.")
         self._task = task
-        self._watcher = asyncio.ensure_future(_client_gone(self._receive))
+        self._watcher = task.get_loop().create_task(_client_gone(self._receive))
         self._watcher.add_done_callback(self._noticed)
         return self
 

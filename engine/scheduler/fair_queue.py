@@ -256,7 +256,7 @@ class FairQueue(Generic[R]):
 
     def _serve_class(self, group: _PriorityClass[R], serving: _Serving, give: Callable[[R, int, int], int]) -> None:
         """Gives the tenants of a class their turns. Once a request is done, each tenant has had one at most."""
-        seen = set[str]()
+        seen: set[str] = set()
         last = group.round + 1
         tenants = list(group.turns)
         while True:
