@@ -275,10 +275,14 @@ class RowBuilder:
         prefix = np.array(head[:keep] + rows[0][:skip], np.int32)
         starts = offsets([len(tail) + len(row) - skip for row in rows])
         ids = np.fromiter(chain.from_iterable(tail + row[skip:] for row in rows), np.int32, int(starts[-1]))
-        if any(len(part) and np.maximum.reduce(part) >= self.limits.vocab_size for part in (ids, prefix)):
+        if self._lacks(ids) or self._lacks(prefix):
             self._take_out(head, parts)
             return self.pack(head, parts, truncated)
         return ScoringRows(prefix, ids, starts, list(parts), truncated, self.errors, suffix, self.texts)
+
+    def _lacks(self, ids: Int32s) -> bool:
+        """Tells whether the model lacks one of the ids."""
+        return len(ids) > 0 and bool(np.maximum.reduce(ids) >= self.limits.vocab_size)
 
     def _encode_query(self, query: Query) -> tuple[str, list[int]]:
         """Returns the query's text (if it is text) and ids, cut to `max_query_tokens`.

@@ -199,7 +199,7 @@ class RequestHandler:
         """Returns a JSON response. NaN and infinity become null. For small bodies: it runs on the event loop."""
         with self.stage("encode"):
             data = to_json(body, inf_nan_mode="null")
-        return JsonResponse([data], status)
+        return Response(data, status, media_type="application/json")
 
     async def sized_json(self, context: RequestContext, size: int, make: Callable[[], object]) -> Response:
         """Returns a JSON response, made off the event loop and in pieces if it is large.

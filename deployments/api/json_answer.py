@@ -13,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 
 ENTRIES = 8192  # numbers that one call of the encoder writes
 TEXT_ENTRY = 8  # characters that take about as long as a number
-CONTENT_TYPE = b"content-type", b"application/json"
 PIECE_BYTES = 262_144  # that one message sends: a server waits between two until the client has taken the first
 
 
@@ -109,9 +108,9 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def __init__(self, pieces: list[bytes], status_code: int = 200) -> None:
-        self.status_code, self.background, self.body = status_code, None, b""
-        self.raw_headers = [CONTENT_TYPE, (b"content-length", b"%d" % sum(map(len, pieces)))]
+        super().__init__(None, status_code)
         self._pieces = pieces
+        self.headers["content-length"] = str(sum(map(len, pieces)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
