@@ -5,7 +5,7 @@ A call carries requests of `engine.requests` as they are; this module defines th
 Shape legend: P prompt tokens, N rows, L labels, W wanted tokens of all rows, T most probable tokens, C chosen ids.
 """
 
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -98,6 +98,9 @@ class LikelihoodReply(NamedTuple):
         """Returns a reply of the request's shape that answers no row."""
         wanted, rows = int(request.wanted.sum(dtype=np.int64)), len(request.starts) - 1
         return cls(np.full(wanted, np.nan, np.float32), np.zeros(wanted, np.bool_), *_unanswered(rows))
+
+
+RowsReply = ScoreResult | PoolingResult | LikelihoodReply | Failure
 
 
 def _unanswered(rows: int) -> tuple[UInt8s, Int32s, float, float, Load]:
@@ -219,13 +222,9 @@ class ReplicaService(Protocol):
     No method raises for a bad request: a `Failure` is a value.
     """
 
-    async def score(self, request: ScoreRequest, route: Route | None = None) -> ScoreResult | Failure: ...
-
-    async def pooling(self, request: PoolingRequest, route: Route | None = None) -> PoolingResult | Failure: ...
-
-    async def likelihood(
-        self, request: LikelihoodRequest, route: Route | None = None
-    ) -> "LikelihoodReply | Failure": ...
+    def begin_rows(self, request: RowsCall, deliver: Callable[[RowsReply], None]) -> RunningCall | Failure:
+        """Starts a scoring request, whose reply, without a load, is given to `deliver` after this has returned."""
+        ...
 
     async def generate(
         self, requests: GenerateCall, epoch: int = 0, route: Route | None = None

@@ -117,8 +117,8 @@ class IsolationLease:
     def __init__(self, guard: IsolationGuard, call: AnyCall) -> None:
         self._guard = guard
         self._call: GenerateCall = call if isinstance(call, tuple) and call[0].isolated_tokens else ()
-        self._tokens = dict[tuple[int, int], int]()  # by prompt and branch
-        self._done = set[tuple[int, int]]()  # branches that the engine no longer isolates
+        self._tokens: dict[tuple[int, int], int] = {}  # by prompt and branch
+        self._done: set[tuple[int, int]] = set()  # branches that the engine no longer isolates
 
     def __enter__(self) -> None: ...
 

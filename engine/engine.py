@@ -7,8 +7,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
+from typing import Any
 
-from engine.channels import ResultCallback, ResultQueue, TokenSink
+from engine.channels import Result, ResultCallback, ResultQueue, TokenSink
 from engine.config import EngineConfig
 from engine.core import EngineCore, LoopOptions
 from engine.metrics import EngineStats
@@ -49,6 +50,7 @@ from gpu_sampler.sampling_params import SamplingLimits
 log = logging.getLogger(__name__)
 
 NO_WORK = TenantTokens("", 0, 0)
+RowsResult = ScoreResult | PoolingResult | LikelihoodResult
 ONE_CHUNK = 1 << 62  # tokens a chunk: one chunk a branch
 
 
@@ -180,10 +182,7 @@ class Engine:
         Raises:
             EngineError: the request is invalid, was refused, or failed.
         """
-        self._check_language_model()
-        ends = item_ends(check_score(request, self._bounds))
-        submission = self._submit(request, "score")
-        result = await self._result(LabelScoreState(request=request, ends=ends, **submission))
+        result = await self._result(self._score_state(request))
         if isinstance(result, ScoreResult):
             return result
         raise _error(result)
@@ -194,10 +193,7 @@ class Engine:
         Raises:
             EngineError: the request is invalid, was refused, or failed.
         """
-        self._check_language_model()
-        check_likelihood(request, self._bounds)
-        submission = self._submit(request, "generate" if request.keep else "score")
-        result = await self._result(LikelihoodState(request=request, **submission))
+        result = await self._result(self._likelihood_state(request))
         if isinstance(result, LikelihoodResult):
             return result
         raise _error(result)
@@ -208,13 +204,57 @@ class Engine:
         Raises:
             EngineError: the request is invalid, was refused, or failed.
         """
-        head = self._pooling_head()
-        ends = item_ends(check_pooling(request, self._bounds, head.task, whole_rows=head.whole_rows))
-        submission = self._submit(request, "score")
-        result = await self._result(PoolingState(request=request, ends=ends, width=head.width, **submission))
+        result = await self._result(self._pooling_state(request))
         if isinstance(result, PoolingResult):
             return result
         raise _error(result)
+
+    def begin_rows(
+        self,
+        request: ScoreRequest | PoolingRequest | LikelihoodRequest,
+        deliver: Callable[[RowsResult | EngineError], None],
+        ended: Callable[[], None],
+    ) -> "RunningRequest":
+        """Starts a scoring request, whose result is delivered on the running event loop, without a task that waits.
+
+        Args:
+            request: the request.
+            deliver: gets what `score`, `pooling` or `likelihood` would return or raise.
+            ended: is called once the request has ended, before its result is delivered, or was cancelled.
+
+        Raises:
+            EngineError: the request is invalid, or was refused.
+        """
+        results = ResultCallback(asyncio.get_running_loop(), None, (0, 0))
+        state: ScoringState
+        match request:
+            case ScoreRequest():
+                state = self._score_state(request, results)
+            case PoolingRequest():
+                state = self._pooling_state(request, results)
+            case LikelihoodRequest():
+                state = self._likelihood_state(request, results)
+        running = RunningRequest(state, self._leave, deliver, 1, ended)
+        results.deliver = running.take
+        self._enter(state)
+        return running
+
+    def _score_state(self, request: ScoreRequest, results: ResultQueue | None = None) -> ScoringState:
+        self._check_language_model()
+        ends = item_ends(check_score(request, self._bounds))
+        return LabelScoreState(request=request, ends=ends, **self._submit(request, "score", results))
+
+    def _likelihood_state(self, request: LikelihoodRequest, results: ResultQueue | None = None) -> ScoringState:
+        self._check_language_model()
+        check_likelihood(request, self._bounds)
+        return LikelihoodState(
+            request=request, **self._submit(request, "generate" if request.keep else "score", results)
+        )
+
+    def _pooling_state(self, request: PoolingRequest, results: ResultQueue | None = None) -> ScoringState:
+        head = self._pooling_head()
+        ends = item_ends(check_pooling(request, self._bounds, head.task, whole_rows=head.whole_rows))
+        return PoolingState(request=request, ends=ends, width=head.width, **self._submit(request, "score", results))
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """Yields new tokens of all branches as they come, in chunks of at least `stream_interval` tokens of a branch.
@@ -232,7 +272,7 @@ class Engine:
         deliver: Callable[[GenerateChunk | EngineError], None],
         token_sink: TokenSink | None = None,
         stream: tuple[int, int] = (0, 0),
-    ) -> "RunningGeneration":
+    ) -> "RunningRequest":
         """Starts a generation, whose results are delivered on the running event loop.
 
         Args:
@@ -250,7 +290,7 @@ class Engine:
         results = ResultCallback(asyncio.get_running_loop(), token_sink, stream)
         submission = self._submit(request, "generate", results)
         state = GenerationState(request=request, stream_interval=request.stream_interval, **submission)
-        running = RunningGeneration(state, self._leave, deliver)
+        running = RunningRequest(state, self._leave, deliver, request.params.n)
         results.deliver = running.take
         self._enter(state)
         return running
@@ -348,39 +388,45 @@ class Engine:
         return self.core.stats(draining=self._draining)
 
 
-class RunningGeneration:
-    """Represents a generation that `Engine.begin` started."""
+class RunningRequest:
+    """Represents a request that `Engine.begin` or `Engine.begin_rows` started."""
 
     def __init__(
         self,
-        state: GenerationState,
-        leave: Callable[[GenerationState], None],
-        deliver: Callable[[GenerateChunk | EngineError], None],
+        state: GenerationState | ScoringState,
+        leave: Callable[[GenerationState | ScoringState], None],
+        deliver: Callable[[Any], None],
+        answers: int,
+        ended: Callable[[], None] | None = None,
     ) -> None:
+        """`answers`: results that end something: one of each branch, or one of all rows."""
         self._state = state
         self._leave = leave
         self._deliver = deliver
-        self._left = state.request.params.n
+        self._left = answers
+        self._ended = ended
         self.over = False
 
-    def take(self, result: object) -> None:
+    def take(self, result: Result) -> None:
         """Takes a result from the step thread, on the event loop."""
         if self.over:
             return
-        found = result if isinstance(result, GenerateChunk) else _error(result)
-        if isinstance(found, EngineError):
+        if isinstance(result, EngineError):
+            result = _error(result)
             self._left = 0
         else:
-            self._left -= found.finish is not None
+            self._left -= not isinstance(result, GenerateChunk) or result.finish is not None
         if not self._left:
             self.cancel()
-        self._deliver(found)
+        self._deliver(result)
 
     def cancel(self) -> None:
-        """Ends the generation. Does nothing once it has ended."""
+        """Ends the request. Does nothing once it has ended."""
         if not self.over:
             self.over = True
             self._leave(self._state)
+            if self._ended is not None:
+                self._ended()
 
 
 def _queue_of(state: GenerationState | ScoringState) -> ResultQueue:

@@ -219,7 +219,7 @@ class TenantQueues:
 
     def _begin_level(self, priority: int) -> SizeIndex[str]:
         """Begins to keep what is before requests of a priority."""
-        sizes = dict[str, float]()
+        sizes: dict[str, float] = {}
         earlier = 0.0
         for (queued, tenant), tokens in self._queues.items():
             if queued < priority:

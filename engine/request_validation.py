@@ -31,6 +31,7 @@ from gpu_sampler.sampling_params import (
     SamplingParams,
 )
 
+INT32 = np.dtype(np.int32)
 MAX_LABELS = 256
 MAX_TEXT = 1_024  # characters of a request id, a cache salt or a tenant
 ARRAYS: dict[type[EngineRequest], tuple[str, ...]] = {
@@ -239,7 +240,7 @@ def _check_integer(field: str, value: Any, low: int, high: int | None) -> None:
 
 
 def _array(field: str, value: Any) -> Int32s:
-    if not isinstance(value, np.ndarray) or value.dtype != np.int32 or value.ndim != 1:
+    if not isinstance(value, np.ndarray) or value.dtype != INT32 or value.ndim != 1:
         given = f"{value.dtype} of {value.ndim} dimensions" if isinstance(value, np.ndarray) else type(value).__name__
         raise _invalid(field, given, "a one-dimensional int32 array")
     return value

@@ -4,7 +4,7 @@ Shape legend: N items, R rows (one for each continuation), P prefix tokens, M to
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -108,7 +108,7 @@ def build_likelihood_rows(
     if longest >= limits.max_model_len:
         rule = f"leave room in {limits.max_model_len} tokens. Given: {longest}."
         raise refusal("continuations", rule, ScoreCode.CONTEXT_LENGTH_EXCEEDED)
-    contexts = build_rows(tokenizer, query, items, spec, replace(limits, max_model_len=limits.max_model_len - longest))
+    contexts = build_rows(tokenizer, query, items, spec, limits._replace(max_model_len=limits.max_model_len - longest))
     errors = dict(contexts.errors)
     if text and (spec.seam == "joint" or spec.template is not None):
         rows = _joint(tokenizer, spec, continuations, contexts, limits, errors)

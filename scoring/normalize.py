@@ -3,8 +3,7 @@
 Shape legend: N rows or items, L labels.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +18,7 @@ Int64s = npt.NDArray[np.int64]
 MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ItemScores:
+class ItemScores(NamedTuple):
     """Holds the scores of N items in request order. Values of a failed item are zeros; `errors` names them."""
 
     probabilities: Float64s  # [N, L]
@@ -61,7 +59,7 @@ def score_items(
         prompt_tokens=by_item(rows, rows.starts[1:] - rows.starts[:-1] + len(rows.prefix), np.int64),
         cached_tokens=by_item(rows, cached, np.int64),
         truncated_tokens=np.array(rows.truncated, np.int64),
-        errors=rows.errors | {rows.items[row]: NONFINITE for row in np.flatnonzero(~ok).tolist()},
+        errors=rows.errors | {rows.items[row]: NONFINITE for row in (~ok).nonzero()[0].tolist()},
     )
 
 
@@ -103,14 +101,17 @@ def normalize_labels(
     values = label_logprobs.astype(np.float64)
     best = np.maximum.reduce(values, axis=1, initial=-np.inf)  # NaN where one of the row's is
     ok = ~failed & np.isfinite(best)
-    unusable = np.flatnonzero(~ok)
-    values[unusable], best[unusable] = 0.0, 0.0
+    unusable = None if ok.all() else ~ok
+    if unusable is not None:
+        values[unusable], best[unusable] = 0.0, 0.0
     weights = np.exp(values - best[:, None])
     total = np.add.reduce(weights, axis=1)
     probabilities = weights / total[:, None] if softmax else np.exp(values)
-    probabilities[unusable] = 0.0
+    if unusable is not None:
+        probabilities[unusable] = 0.0
     if not full:
         return probabilities, None, None, ok
     mass = np.minimum(np.exp(best) * total, 1.0)
-    mass[unusable] = 0.0
+    if unusable is not None:
+        mass[unusable] = 0.0
     return probabilities, np.maximum(values, MIN_LOGPROB), mass, ok

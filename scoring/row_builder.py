@@ -8,7 +8,6 @@ prefix.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Literal, NamedTuple
 
@@ -38,8 +37,7 @@ class FieldNames(NamedTuple):
 DEFAULT_FIELD_NAMES = FieldNames()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSpec:
+class PromptSpec(NamedTuple):
     """Says how a query and its items are joined.
 
     With a template both are text and the template joins them; `item_first` and `add_special_tokens` then have no
@@ -59,8 +57,7 @@ class PromptSpec:
     names: FieldNames = DEFAULT_FIELD_NAMES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptLimits:
+class PromptLimits(NamedTuple):
     """Holds what the model and the server allow one scoring request."""
 
     vocab_size: int
@@ -278,10 +275,14 @@ class RowBuilder:
         prefix = np.array(head[:keep] + rows[0][:skip], np.int32)
         starts = offsets([len(tail) + len(row) - skip for row in rows])
         ids = np.fromiter(chain.from_iterable(tail + row[skip:] for row in rows), np.int32, int(starts[-1]))
-        if any(len(part) and np.maximum.reduce(part) >= self.limits.vocab_size for part in (ids, prefix)):
+        if self._lacks(ids) or self._lacks(prefix):
             self._take_out(head, parts)
             return self.pack(head, parts, truncated)
         return ScoringRows(prefix, ids, starts, list(parts), truncated, self.errors, suffix, self.texts)
+
+    def _lacks(self, ids: Int32s) -> bool:
+        """Tells whether the model lacks one of the ids."""
+        return len(ids) > 0 and bool(np.maximum.reduce(ids) >= self.limits.vocab_size)
 
     def _encode_query(self, query: Query) -> tuple[str, list[int]]:
         """Returns the query's text (if it is text) and ids, cut to `max_query_tokens`.
@@ -449,7 +450,7 @@ class TemplateRowBuilder(JointRowBuilder):
         template: FilledTemplate,
     ) -> None:
         """Encodes the query and writes the frame around the items. Raises ScoringError like RowBuilder."""
-        super().__init__(tokenizer, query, items, replace(spec, item_first=False, add_special_tokens=False), limits)
+        super().__init__(tokenizer, query, items, spec._replace(item_first=False, add_special_tokens=False), limits)
         self.frame = template.frame(self.query_text)
         self.can_split = template.template.can_split
 
@@ -489,7 +490,7 @@ class PairRowBuilder(RowBuilder):
             raise refusal(
                 spec.names.query, "be a text that the model's tokenizer can join with another. Given: another one."
             )
-        super().__init__(tokenizer, query, items, replace(spec, add_special_tokens=False), limits)
+        super().__init__(tokenizer, query, items, spec._replace(add_special_tokens=False), limits)
         self.frame = tokenizer.pair_frame
 
     def build(self) -> ScoringRows:

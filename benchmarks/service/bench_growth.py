@@ -296,13 +296,14 @@ def bench_streams(sizes: Sequence[int]) -> Iterator[Row]:
 
 
 class Echo:
-    """A replica's service that answers immediately. The benchmark calls `score` alone."""
+    """A replica's service that answers immediately. The benchmark scores alone."""
 
     def load(self) -> Load:
         return Load(0, 0.0)
 
-    async def score(self, request: ScoreRequest, route: object = None) -> ScoreResult:
-        return ScoreResult(np.zeros((1, 1), np.float32), np.zeros(1, np.uint8), np.zeros(1, np.int32), 0.0, 0.0)
+    def begin_rows(self, request: ScoreRequest, deliver: Callable[[ScoreResult], None]) -> asyncio.Handle:
+        zeros = np.zeros((1, 1), np.float32), np.zeros(1, np.uint8), np.zeros(1, np.int32)
+        return asyncio.get_running_loop().call_soon(deliver, ScoreResult(*zeros, 0.0, 0.0))
 
 
 LINK_CALLS = 2048

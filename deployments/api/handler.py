@@ -340,18 +340,26 @@ def undeclared_fields(body: Body, refused: Mapping[str, Neutral], prefix: str = 
             names += [prefix + name] if prefix or name not in HARMLESS else []
         elif not is_neutral(value, refused[name]):
             raise unsupported(prefix + name, "is not supported by this route")
+    given = body.model_fields_set
     for name, value in body.__dict__.items():  # the declared fields, in their order
-        if isinstance(value, Body | list):
+        if name in given and _has_bodies(value):
             for at, part in _parts(value, prefix + name):
                 names += undeclared_fields(part, part.refused_fields, f"{at}.")
     return names
 
 
+def _has_bodies(value: object) -> bool:
+    """Tells whether a field's value is a body, or a list that may hold some. All entries of a list are of one kind."""
+    while isinstance(value, list) and value:
+        value = value[0]
+    return isinstance(value, Body | list)
+
+
 def _parts(value: object, at: str) -> Iterator[tuple[str, Body]]:
-    """Yields the bodies in a field's value, in lists of any depth, with their places. All entries are of one kind."""
+    """Yields the bodies in a field's value, in lists of any depth, with their places."""
     if isinstance(value, Body):
         yield at, value
-    elif isinstance(value, list) and value and isinstance(value[0], Body | list):
+    elif isinstance(value, list):
         for index, part in enumerate(value):
             yield from _parts(part, f"{at}[{index}]")
 

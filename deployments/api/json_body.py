@@ -66,7 +66,7 @@ def read_object(data: bytes, items: Collection[str], limits: JsonLimits) -> dict
         raise _invalid(parse.half, place)
     if not isinstance(value, dict):
         raise ApiError("invalid_json", "The body must be a JSON object.")
-    if not large:
+    if not large and data.count(b"[") + data.count(b"{") > limits.depth:
         _check_depth(value, limits.depth)
     return value
 

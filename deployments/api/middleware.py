@@ -210,12 +210,12 @@ class RequestMiddleware:
             raise ApiError(
                 "invalid_header", f"At most {limits.max_headers} headers are accepted. Given: {len(headers)}."
             )
-        size = sum(len(name) + len(value) for name, value in headers)
+        size = len(b"".join(map(b"".join, headers)))
         if size > limits.max_header_bytes:
             raise ApiError(
                 "invalid_header", f"At most {limits.max_header_bytes} bytes of headers are accepted. Given: {size}."
             )
-        found = {name: value for name, value in headers if name in _READ}
+        found = dict(headers)
         if b"x-request-timeout-seconds" in found:
             context.client_limit_s = parse_timeout(found[b"x-request-timeout-seconds"])
         context.pinecone = b"x-pinecone-api-version" in found
@@ -291,10 +291,6 @@ class RequestMiddleware:
         return b"".join(parts)
 
 
-_READ = frozenset((
-    b"x-request-timeout-seconds", b"x-assay-strict", b"x-pinecone-api-version", b"x-fern-sdk-name",
-    b"transfer-encoding",
-))  # fmt: skip
 _NO_WORK = frozenset(("/tokenize", "/detokenize"))  # routes that need no replica
 
 

@@ -1,6 +1,7 @@
 """Holds the state of one HTTP request from its first byte to its answer, watches its client, and makes seeds."""
 
 import asyncio
+import contextlib
 import math
 import secrets
 import time
@@ -50,8 +51,7 @@ class ClientWatch:
         if task is None:
             raise RuntimeError("A client is watched for a task.")
         self._task = task
-        self._watcher = asyncio.ensure_future(_client_gone(self._receive))
-        self._watcher.add_done_callback(self._noticed)
+        self._watcher = task.get_loop().create_task(self._watch())
         return self
 
     def stop(self) -> None:
@@ -60,10 +60,11 @@ class ClientWatch:
             self._left = True
             self._task.cancel()
 
-    def _noticed(self, watcher: "asyncio.Future[None]") -> None:
-        if not watcher.cancelled():
-            watcher.exception()  # a connection that cannot be read has no client either
-            self.stop()
+    async def _watch(self) -> None:
+        with contextlib.suppress(Exception):  # a connection that cannot be read has no client either
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+        self.stop()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -72,12 +73,6 @@ class ClientWatch:
         self._watcher.cancel()
         if self._left and (not self._task.uncancel() or kind is not asyncio.CancelledError):
             raise ClientGone from None
-
-
-async def _client_gone(receive: Receive) -> None:
-    """Waits until the client leaves."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 @dataclass(slots=True, kw_only=True)

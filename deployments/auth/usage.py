@@ -36,6 +36,7 @@ from engine.requests import (
 MINUTE_S = 60.0
 TOKENS = Costs(decode_token_cost=1)  # quotas count tokens: a generated one is one
 REFUSED = frozenset((429, 503))  # nothing was computed
+UNLIMITED = contextlib.nullcontext()
 
 
 @dataclass(slots=True)
@@ -81,13 +82,13 @@ class RateLimiter:
             elif name not in counted:
                 usage.balance = self._per_minute(name) or 0.0
 
-    @contextlib.contextmanager
-    def request(self, name: str) -> Iterator[None]:
+    def request(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Counts a request for a `with` block. Raises ApiError, 429, if the name has no request or token left."""
         limits = self._limits.get(name)
-        if limits is None:
-            yield
-            return
+        return UNLIMITED if limits is None else self._counted(name, limits)
+
+    @contextlib.contextmanager
+    def _counted(self, name: str, limits: KeyLimits) -> Iterator[None]:
         usage = self._of(name)
         allowed = limits.max_inflight_requests
         if allowed is not None and usage.requests >= -(-allowed // self._ingresses):

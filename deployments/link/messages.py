@@ -39,6 +39,7 @@ from engine.requests import (
 Float64s = npt.NDArray[np.float64]
 MAX_DIMENSIONS = 2
 DTYPES = tuple(np.dtype(name) for name in ("<i4", "<f4", "<f8", "u1", "?"))
+CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 FINISHES = (None, FinishReason.STOP, FinishReason.LENGTH)
 ABSENT = -1
 MAX_NUMBER = 2**31 - 1  # of a call
@@ -224,7 +225,7 @@ class MessageType(Generic[M]):
         if not isinstance(value, np.ndarray):
             raise TypeError(f"A message holds no {type(value).__name__}.")
         self._sent.append(value.tobytes())
-        return DTYPES.index(value.dtype), *value.shape
+        return CODES[value.dtype], *value.shape
 
     def _take(self, kind: Any, value: object) -> npt.NDArray[Any]:
         dtype, code = _dtype_of(kind)
@@ -251,7 +252,7 @@ def _dtype_of(annotation: Any) -> tuple[np.dtype[Any], int]:
     found = _DTYPES_OF.get(id(annotation))
     if found is None:
         dtype = np.dtype(get_args(get_args(annotation)[1])[0])
-        found = _DTYPES_OF[id(annotation)] = annotation, (dtype, DTYPES.index(dtype))
+        found = _DTYPES_OF[id(annotation)] = annotation, (dtype, CODES[dtype])
     return found[1]
 
 

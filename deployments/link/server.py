@@ -2,7 +2,7 @@
 
 A link has one frame for all results of its calls that there are when the event loop has run what a step woke. A call
 costs no message of Ray's and no task on Serve's side. The tokens of a step for all streams of a link come as columns
-and leave as columns: no stream has a task, and no token an object.
+and leave as columns: no stream and no scoring request has a task, and no token an object.
 """
 
 import asyncio
@@ -27,9 +27,18 @@ from deployments.link.handshake import (
     proof_of,
 )
 from deployments.observability.link_figures import LinkFigures
-from deployments.protocol import FAULT, Failure, PromptChunk, PromptScores, ReplicaService, RunningCall
+from deployments.protocol import (
+    FAULT,
+    Failure,
+    LikelihoodReply,
+    PromptChunk,
+    PromptScores,
+    ReplicaService,
+    RowsReply,
+    RunningCall,
+)
 from engine.channels import TokenSink
-from engine.requests import ErrorCode, StepTokens
+from engine.requests import ErrorCode, PoolingResult, ScoreResult, StepTokens
 
 log = logging.getLogger("ray.serve")
 HANDSHAKE_S = 5.0
@@ -163,14 +172,11 @@ class _ServerLink(asyncio.Protocol):
             return
         match frame.kind:
             case FrameKind.SCORE:
-                score = messages.SCORE.decode(frame)
-                self._begin(score.number, lambda: self._score(score))
+                self._begin_rows(messages.SCORE.decode(frame))
             case FrameKind.LIKELIHOOD:
-                likelihood = messages.LIKELIHOOD.decode(frame)
-                self._begin(likelihood.number, lambda: self._likelihood(likelihood))
+                self._begin_rows(messages.LIKELIHOOD.decode(frame))
             case FrameKind.POOLING:
-                pooling = messages.POOLING.decode(frame)
-                self._begin(pooling.number, lambda: self._pooling(pooling))
+                self._begin_rows(messages.POOLING.decode(frame))
             case FrameKind.GENERATE:
                 generation = messages.GENERATE.decode(frame)
                 if generation.streamed:
@@ -245,6 +251,32 @@ class _ServerLink(asyncio.Protocol):
         elif not receiver.ended:  # else the engine refused all prompts
             self.calls[call.number] = running
 
+    def _begin_rows(self, call: messages.ScoreCall | messages.LikelihoodCall | messages.PoolingCall) -> None:
+        if not self._takes(call.number):
+            return
+        try:
+            running = self._service.begin_rows(call.request, partial(self._replied, call.number))
+        except Exception:
+            self._fault(call.number)
+            return
+        if isinstance(running, Failure):
+            self._fail(call.number, running)
+        else:
+            self.calls[call.number] = running
+
+    def _replied(self, number: int, reply: RowsReply) -> None:
+        """Ends a scoring call with its reply."""
+        self.calls.pop(number, None)
+        match reply:
+            case Failure():
+                self._fail(number, reply)
+            case ScoreResult():
+                self._answer(messages.LabelScoreAnswer(number, reply))
+            case LikelihoodReply():
+                self._answer(messages.LikelihoodAnswer(number, reply))
+            case PoolingResult():
+                self._answer(messages.PoolingAnswer(number, reply))
+
     def put_tokens(self, tokens: StepTokens) -> None:
         """Takes what one step brought for the streams of this link."""
         self._chunks.append(tokens)
@@ -254,27 +286,6 @@ class _ServerLink(asyncio.Protocol):
         """Ends a stream."""
         self.calls.pop(number, None)
         self._answer(messages.CallEnd(number))
-
-    async def _score(self, call: messages.ScoreCall) -> None:
-        found = await self._service.score(call.request)
-        if isinstance(found, Failure):
-            self._fail(call.number, found)
-        else:
-            self._answer(messages.LabelScoreAnswer(call.number, found._replace(load=messages.NO_LOAD)))
-
-    async def _likelihood(self, call: messages.LikelihoodCall) -> None:
-        found = await self._service.likelihood(call.request)
-        if isinstance(found, Failure):
-            self._fail(call.number, found)
-        else:
-            self._answer(messages.LikelihoodAnswer(call.number, found._replace(load=messages.NO_LOAD)))
-
-    async def _pooling(self, call: messages.PoolingCall) -> None:
-        found = await self._service.pooling(call.request)
-        if isinstance(found, Failure):
-            self._fail(call.number, found)
-        else:
-            self._answer(messages.PoolingAnswer(call.number, found._replace(load=messages.NO_LOAD)))
 
     async def _generate(self, call: messages.GenerationCall) -> None:
         reply = await self._service.generate(call.requests, call.epoch)

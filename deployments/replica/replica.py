@@ -5,7 +5,7 @@ import contextlib
 import importlib.metadata
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from prometheus_client.metrics_core import Metric
@@ -28,6 +28,7 @@ from deployments.protocol import (
     PromptScores,
     Route,
     RowsCall,
+    RowsReply,
     RunningCall,
     StreamReceiver,
 )
@@ -35,7 +36,7 @@ from deployments.quarantine import Entries, IsolationGuard, IsolationLease
 from deployments.replica.utilization import Utilization
 from deployments.replica.weights_registry import WeightsPeers
 from deployments.stream_buffer import StreamBuffer
-from engine.engine import Engine
+from engine.engine import Engine, RowsResult
 from engine.model.interface import CausalLM
 from engine.model.loader import load_models
 from engine.model.weights_digest import joined_digest
@@ -46,6 +47,7 @@ from engine.requests import (
     GenerateChunk,
     GenerateRequest,
     LikelihoodRequest,
+    LikelihoodResult,
     Load,
     PoolingRequest,
     PoolingResult,
@@ -55,7 +57,6 @@ from engine.requests import (
 )
 
 log = logging.getLogger("ray.serve")
-RowsReply = ScoreResult | PoolingResult | LikelihoodReply | Failure
 STOP_S = 10.0
 SHARED_CANARY = 0.5  # periods: all ingresses share a canary that passed so recently
 LOST_STOP_S = 1.0
@@ -195,16 +196,28 @@ class ReplicaServer:
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
-        return LikelihoodReply(
-            found.logprobs,
-            found.greedy,
-            found.status,
-            found.cached,
-            found.queue_s,
-            found.compute_s,
-            self._load_of_turn(),
-            found.head_s,
-        )
+        return _likelihood_reply(found)._replace(load=self._load_of_turn())
+
+    def begin_rows(self, request: RowsCall, deliver: Callable[[RowsReply], None]) -> RunningCall | Failure:
+        """Starts a scoring request without a task of its own. Its reply, without a load, is given to `deliver`."""
+
+        def replied(result: RowsResult | EngineError) -> None:
+            if isinstance(result, EngineError):
+                deliver(self._failure(result))
+                return
+            self._metrics.waited(result.queue_s)
+            deliver(_likelihood_reply(result) if isinstance(result, LikelihoodResult) else result)
+
+        try:
+            request = with_writable_arrays(request, type(request))
+            lease = self._guard.admit(request)
+            try:
+                return self.engine.begin_rows(request, replied, lease.release)
+            except BaseException:
+                lease.release()
+                raise
+        except EngineError as error:
+            return self._failure(error)
 
     async def score_batch(
         self, requests: tuple[RowsCall, ...], route: Route | None = None
@@ -494,6 +507,20 @@ def package_versions(packages: Sequence[str]) -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package.removesuffix("-serve").removesuffix("-python")] = importlib.metadata.version(package)
     return found
+
+
+def _likelihood_reply(found: LikelihoodResult) -> LikelihoodReply:
+    """Returns what responses need of a result, without a load."""
+    return LikelihoodReply(
+        found.logprobs,
+        found.greedy,
+        found.status,
+        found.cached,
+        found.queue_s,
+        found.compute_s,
+        Load(0, 0.0),
+        found.head_s,
+    )
 
 
 def _rows(request: object) -> bool:

@@ -41,8 +41,11 @@ class Admission:
 
     def work(self, call: AnyCall) -> TenantTokens:
         """Returns the cost of all requests of the call, and whose they are."""
-        cost = sum(request_cost(request, self._costs) for request in (call if isinstance(call, tuple) else (call,)))
-        return TenantTokens(common(call).tenant, common(call).priority, cost)
+        first, costs = common(call), self._costs
+        cost = request_cost(first, costs)
+        if isinstance(call, tuple):
+            cost += sum(request_cost(request, costs) for request in call[1:])
+        return TenantTokens(first.tenant, first.priority, cost)
 
     def admit(self, call: AnyCall, blocks: int = 1) -> None:
         """Raises ApiError `deadline_exceeded` or `overloaded` for a call that no replica could take in time.
@@ -53,7 +56,8 @@ class Admission:
         if timeout_s <= 0:
             raise deadline_passed()
         work = self.work(call)
-        wait_s = self.wait_s(work._replace(tokens=-(-work.tokens // blocks)), timeout_s)
+        block = work if blocks == 1 else work._replace(tokens=-(-work.tokens // blocks))
+        wait_s = self.wait_s(block, timeout_s)
         if wait_s > 0:
             raise overloaded(wait_s)
 
@@ -75,12 +79,21 @@ class Admission:
     def _closed_s(self, name: str, timeout_s: float, tenant: str) -> float:
         queue = self._loads.queue(name)
         cost = int(RESERVED_SHARE * queue.max_tokens / max(1, queue.tenants))
-        return self._wait_s(self._loads.queue_before(name, TenantTokens(tenant, PRIORITIES[0], cost)), cost, timeout_s)
+        return self._queue_wait_s(name, queue, TenantTokens(tenant, PRIORITIES[0], cost), timeout_s)
 
     def wait_s(self, work: TenantTokens, timeout_s: float) -> float:
         """Returns the seconds until some replica would take the work: 0 where one would now, or none is known."""
-        queues = (self._loads.queue_before(name, work) for name in self._least_loaded())
-        return _least(self._wait_s(queue, work.tokens, timeout_s) for queue in queues)
+        loads = self._loads
+        return _least(self._queue_wait_s(name, loads.queue(name), work, timeout_s) for name in self._least_loaded())
+
+    def _queue_wait_s(self, name: str, queue: QueueEstimate, work: TenantTokens, timeout_s: float) -> float:
+        """Returns the wait at one replica, all of whose work is `queue`.
+
+        What is served before the work is a part of the queue, and is found out only if the whole would be a wait.
+        """
+        if self._wait_s(queue, work.tokens, timeout_s) <= 0:
+            return 0.0
+        return self._wait_s(self._loads.queue_before(name, work), work.tokens, timeout_s)
 
     def _wait_s(self, queue: QueueEstimate, cost: float, timeout_s: float) -> float:
         """Returns the wait at one queue, `queue` being what it serves before.

@@ -77,11 +77,12 @@ class RetryPolicy:
         self.budget.request()
         first = common(call)
         interval = first.stream_interval if isinstance(first, GenerateRequest) else 1
+        now = self.clock()
         return RetryState(
             policy=self,
             kind=type(first),
-            started=self.clock(),
-            end=self.clock() + first.timeout_s,
+            started=now,
+            end=now + first.timeout_s,
             isolated_tokens=ISOLATED_TOKENS if interval == 1 else ISOLATED_TOKENS + interval,
         )
 

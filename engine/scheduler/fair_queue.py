@@ -279,7 +279,7 @@ class FairQueue(Generic[R]):
 
     def _serve_class(self, group: _PriorityClass[R], serving: _Serving, give: Callable[[R, int, int], int]) -> None:
         """Gives the tenants of a class their turns. Once a request is done, each tenant has had one at most."""
-        seen = set[str]()
+        seen: set[str] = set()
         group.begin(serving.quantum)
         last = group.clock + serving.quantum
         tenants = list(group.turns)

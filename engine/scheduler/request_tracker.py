@@ -4,7 +4,6 @@ import contextlib
 import heapq
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -193,14 +192,15 @@ class RequestTracker:
         """Takes what a step computed off the queue's account."""
         if step.kind in (StepKind.DECODE, StepKind.VERIFY):
             return
-        taken = Counter[tuple[str, int]]()  # tokens by tenant and priority
+        taken: dict[tuple[str, int], int] = {}  # tokens by tenant and priority
         for state, tokens in step.charges:
             done = isinstance(state, ScoringState) and state.launched
             if isinstance(state, GenerationState):
                 done = all(sequence.phase in (Phase.DECODE, Phase.CLOSED) for sequence in state.branches)
             tokens = state.queued if done else min(state.queued, tokens)
             state.queued -= tokens
-            taken[state.tenant, state.priority] += tokens
+            key = state.tenant, state.priority
+            taken[key] = taken.get(key, 0) + tokens
         self._uncount(taken)
 
     def _uncount(self, taken: Mapping[tuple[str, int], int]) -> None:

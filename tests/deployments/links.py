@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from deployments.link.server import LinkServer
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.observability.link_figures import LinkFigures
 from deployments.protocol import (
+    FAULT,
     Failure,
     GenerateReply,
     PromptChunk,
@@ -84,6 +85,19 @@ def begun(replies: AsyncGenerator[GenerateReply | Failure, None], receiver: Stre
                 for item in whole:
                     receiver.add(item)
         receiver.end()
+
+    return asyncio.create_task(run())
+
+
+def replied(work: Coroutine[Any, Any, Any], deliver: Callable[[Any], None]) -> RunningCall:
+    """Gives what a coroutine returns to `deliver`, as `ReplicaService.begin_rows` does."""
+
+    async def run() -> None:
+        try:
+            reply = await work
+        except Exception:
+            reply = FAULT
+        deliver(reply)
 
     return asyncio.create_task(run())
 

@@ -2,7 +2,6 @@
 
 import math
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -233,7 +232,7 @@ def test_one_batch_holds_all_questions_and_the_union_of_their_labels() -> None:
 def test_batches_are_cut_where_a_task_is_full_and_read_the_same(change: dict[str, Any]) -> None:
     prompts = DecisionPrompts(TOKENIZERS["bytes"], PLAIN)
     asked = [question(), question("choice", "which?", 3), question("score", "how?", 2), question()] * 3
-    plans = [prompts.plan("x", asked, limits) for limits in (ROOM, replace(ROOM, **change))]
+    plans = [prompts.plan("x", asked, limits) for limits in (ROOM, ROOM._replace(**change))]
     assert len(plans[0].batches) == 1 < len(plans[1].batches) and rows_of(plans[0]) == rows_of(plans[1])
     read = []
     for plan in plans:
@@ -271,16 +270,16 @@ def test_a_failed_row_fails_its_question_alone() -> None:
 def test_requests_that_are_too_large_are_refused(change: dict[str, Any], code: ScoreCode, field: str) -> None:
     prompts = DecisionPrompts(TOKENIZERS["builtin"], PLAIN)
     with pytest.raises(ScoringError) as refusal:
-        prompts.plan("x " * 20, [question(), question()], replace(ROOM, **change))
+        prompts.plan("x " * 20, [question(), question()], ROOM._replace(**change))
     assert (refusal.value.code, refusal.value.field) == (code, field)
 
 
 def test_a_row_exactly_as_long_as_the_model_passes() -> None:
     prompts = DecisionPrompts(TOKENIZERS["builtin"], PLAIN)
     size = prompts.plan("x", [question()], ROOM).input_tokens
-    prompts.plan("x", [question()], replace(ROOM, max_model_len=size))
+    prompts.plan("x", [question()], ROOM._replace(max_model_len=size))
     with pytest.raises(ScoringError):
-        prompts.plan("x", [question()], replace(ROOM, max_model_len=size - 1))
+        prompts.plan("x", [question()], ROOM._replace(max_model_len=size - 1))
 
 
 class Sticky(ByteTokenizer):

@@ -1,7 +1,6 @@
 """Rows of continuations against the plainest way to make them, and weights against the formula."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -122,12 +121,12 @@ def test_a_bad_request_is_refused_by_field(tokens: Any, lists: Any, spec: Any, c
 
 
 def test_costs_are_counted_before_rows_are_sent(tokens: Any) -> None:
-    limits = replace(BOUNDS, max_request_tokens=30)
+    limits = BOUNDS._replace(max_request_tokens=30)
     build(tokens, [[5]] * 9, limits=limits, query=[1] * 6, items=[[2], [3]])
     with pytest.raises(ScoringError) as error:
         build(tokens, [[5]] * 13, limits=limits, query=[1] * 6, items=[[2], [3]])
     assert error.value.code is ScoreCode.REQUEST_TOO_LARGE
-    few = replace(BOUNDS, scoring=ScoringLimits(max_joined_chars=40))
+    few = BOUNDS._replace(scoring=ScoringLimits(max_joined_chars=40))
     with pytest.raises(ScoringError) as error:
         build(tokens, [" yes", " no"], limits=few, seam="joint")
     assert (error.value.code, error.value.field) == (ScoreCode.REQUEST_TOO_LARGE, "continuations")
@@ -148,7 +147,7 @@ texts = st.text(alphabet="ab c", min_size=1, max_size=6)
 def test_rows_are_whole_whatever_they_share(
     tokens: Any, query: str, items: list[str], more: list[str], joint: bool, item_first: bool
 ) -> None:
-    limits = replace(BOUNDS, max_model_len=100)
+    limits = BOUNDS._replace(max_model_len=100)
     seam = "joint" if joint else "concat"
     spans = build(tokens, more, limits=limits, query=query, items=items, item_first=item_first, seam=seam)
     found = rows_of(spans)

@@ -1,7 +1,6 @@
 """Rows of a scoring request against the plainest way to make them."""
 
 import tracemalloc
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -194,7 +193,7 @@ def test_a_refusal_allocates_nothing_a_row(first: bool) -> None:
 def test_ids_of_a_text_that_the_model_lacks_are_the_errors_of_their_items(tokens: Any) -> None:
     """A tokenizer may have more ids than the model."""
     lacks = max(tokens.encode_batch(["a cat", "zebra"], add_special_tokens=False)[1])
-    limits = replace(BOUNDS, vocab_size=lacks)
+    limits = BOUNDS._replace(vocab_size=lacks)
     rows = build(tokens, limits, query="a", items=["a cat", "zebra", "a"], add_special_tokens=False)
     assert rows.items == [0, 2] and list(rows.errors) == [1]
     error = rows.errors[1]

@@ -65,7 +65,7 @@ def test_rows_made_run_by_run_are_those_of_the_whole_text(word_tokens: Any, quer
     tokens = word_tokens()
     template = made(tokens, item="{{ item }}<|and|>{% if not item %}none{% endif %}")
     assert template.can_split
-    limits = replace(BOUNDS, max_model_len=100_000)
+    limits = BOUNDS._replace(max_model_len=100_000)
     fast = build(tokens, template, limits, query=query, items=items)
     template.can_split = False
     assert rows_of(fast) == rows_of(build(tokens, template, limits, query=query, items=items))
@@ -101,7 +101,7 @@ def test_no_text_of_a_user_becomes_a_control_token(word_tokens: Any, query: list
     tokens = word_tokens()
     around = "<|user|><|{{ query }}|>{{ query }}"
     template = made(tokens, prefix=around, item="<|{{ item }}|>{{ item if not item }}", suffix="<|end|>", defaults={})
-    limits = replace(BOUNDS, max_model_len=100_000)
+    limits = BOUNDS._replace(max_model_len=100_000)
     row = rows_of(build(tokens, template, limits, query="".join(query), items=["".join(item)]))[0]
     controls = [token for token in row if token in {tokens.id(name) for name in ("<|user|>", "<|end|>", "<|answer|>")}]
     assert controls == [tokens.id("<|user|>"), tokens.id("<|end|>")]
@@ -157,7 +157,7 @@ def test_an_empty_item_is_a_row_of_the_templates_own_text(tokens: Any) -> None:
 
 
 def test_cost_is_refused_from_lengths_alone(tokens: Any) -> None:
-    small = replace(BOUNDS, scoring=ScoringLimits(max_joined_chars=300))
+    small = BOUNDS._replace(scoring=ScoringLimits(max_joined_chars=300))
     build(tokens, made(tokens), small, query="q", items=["x"] * 3)
     with pytest.raises(ScoringError, match="at most 300 characters"):
         build(tokens, made(tokens), small, query="q" * 99, items=["x"] * 3)

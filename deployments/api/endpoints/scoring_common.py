@@ -244,7 +244,7 @@ def usage(prompt: int, cached: int) -> dict[str, Any]:
 
 def score_usage(scores: ItemScores) -> dict[str, Any]:
     """Returns the usage block of scored items."""
-    return usage(int(scores.prompt_tokens.sum()), int(scores.cached_tokens.sum()))
+    return usage(int(np.add.reduce(scores.prompt_tokens)), int(np.add.reduce(scores.cached_tokens)))
 
 
 def list_answer(request_id: str, card: ModelCard, data: list[Any], usage: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from engine.requests import (
     FinishReason,
     GenerateChunk,
     GenerateRequest,
+    LikelihoodRequest,
     Load,
     PoolingRequest,
     PoolingResult,
@@ -30,7 +31,7 @@ from engine.requests import (
     ScoreResult,
 )
 from gpu_sampler.sampling_params import SamplingParams
-from tests.deployments.links import begun
+from tests.deployments.links import begun, replied
 
 LOAD = Load(5, 100.0, 1000)
 Start = Callable[..., Awaitable[LinkServer]]
@@ -56,7 +57,15 @@ class Service:
         self.cancelled: list[str] = []
         self.padding = 0
 
-    async def score(self, request: ScoreRequest, route: Any = None) -> ScoreResult | Failure:
+    def begin_rows(self, request: Any, deliver: Any) -> Any:
+        if isinstance(request, LikelihoodRequest):
+            raise RuntimeError("a fault of ours")
+        return replied(self._reply(request), deliver)
+
+    async def _reply(self, request: ScoreRequest | PoolingRequest) -> ScoreResult | PoolingResult | Failure:
+        if isinstance(request, PoolingRequest):
+            values = np.full((1, 3), float(request.ids[0]), np.float32)
+            return PoolingResult(values, np.zeros(1, np.uint8), np.zeros(1, np.int32), 0.0, 0.0)
         self.began.append(request.request_id)
         try:
             await self.gate.wait()
@@ -67,13 +76,6 @@ class Service:
             return Failure(ErrorCode.INVALID_TOKEN_ID, "`ids` must be in range.", "ids")
         values = np.full((1, 1 + self.padding), float(request.ids[0]), np.float32)
         return ScoreResult(values, np.zeros(1, np.uint8), np.zeros(1, np.int32), 0.0, 0.0)
-
-    async def pooling(self, request: Any, route: Any = None) -> Any:
-        values = np.full((1, 3), float(request.ids[0]), np.float32)
-        return PoolingResult(values, np.zeros(1, np.uint8), np.zeros(1, np.int32), 0.0, 0.0)
-
-    async def likelihood(self, request: Any, route: Any = None) -> Any:
-        raise RuntimeError("a fault of ours")
 
     async def generate(self, requests: Any, epoch: int = 0, route: Any = None) -> GenerateReply:
         chunks = tuple(PromptChunk(0, self.chunk(b, 3, last=True)) for b in range(2))
@@ -179,8 +181,6 @@ async def test_what_is_sent_in_one_turn_travels_in_one_frame_back(start: Start, 
 
 
 async def test_a_call_that_raises_fails_alone(start: Start) -> None:
-    from engine.requests import LikelihoodRequest
-
     link = await opened((await start()).address)
     one, starts = np.array([1], np.int32), np.array([0, 1], np.int32)
     bad = LikelihoodRequest(request_id="l", prefix=one, ids=one, starts=starts, shared=one * 0, wanted=one)

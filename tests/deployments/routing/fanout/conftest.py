@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError
 
 from deployments.config.app_args import AppArgs
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.protocol import ReplicaTransport, Route, RowsCall
+from deployments.protocol import ReplicaTransport, Route, RowsCall, RunningCall
 from deployments.replica.replica import ReplicaServer
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.handle_transport import HandleTransport
@@ -18,7 +18,7 @@ from deployments.routing.health_monitor import HealthMonitor
 from deployments.routing.load_tracker import LoadTracker
 from engine.requests import LikelihoodRequest, Load, PoolingRequest
 from tests.deployments.fleets import LocalCall, canaries_passed_by
-from tests.deployments.links import Links
+from tests.deployments.links import Links, replied
 from tests.support import toy_model
 
 DIED = ActorDiedError()
@@ -139,10 +139,8 @@ class _Noted:
     def __init__(self, world: World, name: str) -> None:
         self._world, self._name = world, name
 
-    async def score(self, request: RowsCall) -> object:
-        return await self._world.run(self._name, request)
-
-    likelihood = pooling = score
+    def begin_rows(self, request: RowsCall, deliver: Callable[[Any], None]) -> RunningCall:
+        return replied(self._world.run(self._name, request), deliver)
 
     def load(self) -> Load:
         return self._world.servers[self._name].load()

@@ -23,7 +23,7 @@ from deployments.routing.load_tracker import LoadTracker
 from engine.requests import ErrorCode, GenerateChunk, GenerateRequest, Load, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 from tests.deployments.fleets import canaries_passed_by
-from tests.deployments.links import Links, begun
+from tests.deployments.links import Links, begun, replied
 from tests.deployments.replicas import assert_left_empty
 
 ERRORS: dict[str, BaseException] = {
@@ -180,11 +180,9 @@ class _Cut:
         self._fleet.note(self._name, requests)
         return await self._one(requests)
 
-    async def score(self, request: Any) -> Any:
+    def begin_rows(self, request: Any, deliver: Any) -> Any:
         self._fleet.note(self._name, request)
-        return await self._one(request)
-
-    likelihood = score
+        return replied(self._one(request), deliver)
 
     async def _one(self, call: Any) -> Any:
         cut = self._fleet._cut()
