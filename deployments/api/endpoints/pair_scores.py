@@ -7,7 +7,6 @@ Shape legend: N pairs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -155,7 +154,7 @@ async def score_pairs(
         return await _cosines(
             handler, context, card, head, queries, texts, spec, request_id, all_or_nothing, salt, priority
         )
-    specs = [replace(spec_of(query), pairs=head is not None and head.encoder) for query in queries]
+    specs = [spec_of(query)._replace(pairs=head is not None and head.encoder) for query in queries]
     field = specs[0].names.items
     if len(queries) == 1:
         rows = await tokenize_rows(handler, context, queries[0], texts, specs[0], card)
