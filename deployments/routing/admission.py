@@ -89,7 +89,7 @@ class Admission:
     def _queue_wait_s(self, name: str, queue: QueueEstimate, work: TenantTokens, timeout_s: float) -> float:
         """Returns the wait at one replica, all of whose work is `queue`.
 
-        What is served before the work is a part of the queue, and is found out only if the whole would be a wait.
+        The part of the queue that is served before the work is found out only if the whole would be a wait.
         """
         if self._wait_s(queue, work.tokens, timeout_s) <= 0:
             return 0.0

@@ -226,11 +226,11 @@ async def test_rows_that_are_never_yielded_would_be_seen(
 
 async def test_yielded_rows_go_on_with_the_same_tokens(make_rig: MakeRig, generate_job: MakeJob) -> None:
     rig = make_rig(num_slots=4_000, max_running=4, max_model_len=400)
-    requests = [generate_job([n, 1, 2], max_tokens=60, seed=n, tenant="many") for n in range(4)]
+    requests = [generate_job([n, 1, 2], max_tokens=300, seed=n, tenant="many") for n in range(4)]
     alone = [(await rig.run(request)).tokens for request in requests]
-    again = [generate_job([n, 1, 2], max_tokens=60, seed=n, tenant="many") for n in range(4)]
-    many = [asyncio.create_task(rig.run(request)) for request in again]
-    while rig.model.steps < 70:
+    again = [generate_job([n, 1, 2], max_tokens=300, seed=n, tenant="many") for n in range(4)]
+    many, steps = [asyncio.create_task(rig.run(request)) for request in again], rig.model.steps
+    while rig.model.steps < steps + 10:
         await asyncio.sleep(0)
     for n in range(3):
         await rig.run(generate_job([7, n], max_tokens=3, tenant="one"))
