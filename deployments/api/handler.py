@@ -143,6 +143,8 @@ class RequestHandler:
         except asyncio.CancelledError:
             work.add_done_callback(lambda _: _call_in(loop, self._memory.ended))
             raise
+        finally:
+            del work  # else an error in the thread holds itself by this frame, and with it all that the thread made
 
     async def tokenize(
         self,

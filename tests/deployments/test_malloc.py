@@ -1,9 +1,12 @@
 """What is left of large blocks once they are freed, in a process of its own."""
 
 import asyncio
+import contextlib
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -149,6 +152,29 @@ async def test_work_that_outlives_its_request_is_followed_by_a_trim(app: Any, mo
     assert not ended.is_set()
     go_on.set()
     await asyncio.wait_for(ended.wait(), 5)
+
+
+class Made:
+    """An object that a weak reference can name."""
+
+
+@pytest.mark.risk("R18")
+async def test_an_error_in_a_thread_leaves_nothing_of_what_the_thread_made(app: Any) -> None:
+    made: list[weakref.ref[Made]] = []
+
+    def fail() -> None:
+        local = Made()
+        made.append(weakref.ref(local))
+        raise ValueError(local)
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            await app.handler.in_thread(fail)
+        await asyncio.sleep(0.05)  # the thread's own last references
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
 async def test_it_trims_once_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
