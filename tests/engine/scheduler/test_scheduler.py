@@ -318,12 +318,13 @@ async def seconds_beside_items(make_rig: MakeRig, score_job: MakeScore) -> list[
 
 
 @pytest.mark.risk(
-    "R17", figure="20 tokens scored alone 6 ms, beside 4,000 items of another key 19; in longer turns 203"
+    "R17", figure="20 tokens scored alone 6 ms, beside 4,000 items of another key 16; in longer turns 95"
 )
 async def test_a_small_score_is_in_the_next_short_step(make_rig: MakeRig, score_job: MakeScore) -> None:
     found = await seconds_beside_items(make_rig, score_job)
     print(f"R17 seconds of small scores beside 4,000 items: {np.round(found, 3).tolist()}")
-    assert max(found[1:]) <= 0.021  # the rest of a step, and the next; the very first may meet a longer one
+    # The rest of a step, and the next. Until a tenant comes again it may meet a longer one, of the other tenant alone.
+    assert max(found[2:]) <= 0.021
 
 
 @pytest.mark.risk("R17", planted=True)
@@ -333,7 +334,7 @@ async def test_turns_longer_than_a_short_step_would_be_seen(
     monkeypatch.setattr("engine.scheduler.fair_queue.MIN_TURN", 512)
     found = await seconds_beside_items(make_rig, score_job)
     print(f"R17 the same in long turns: {np.round(found, 3).tolist()}")
-    assert max(found[1:]) > 0.04
+    assert max(found[2:]) > 0.04
 
 
 async def test_steps_of_one_tenant_hold_all_rows(make_rig: MakeRig, generate_job: MakeJob) -> None:
