@@ -222,6 +222,7 @@ class StepTimeFit:
         self._steps = 0
         self._weight = self._n = self._s = self._nn = self._ns = 0.0
         self._slope: float | None = None  # seconds a token
+        self._alike = True  # whether the latest steps are of one size
 
     def add(self, tokens: int, seconds: float) -> None:
         """Takes a step of `tokens` tokens that took `seconds`."""
@@ -241,7 +242,8 @@ class StepTimeFit:
         self._ns = DECAY * self._ns + tokens * seconds
         n, s = self._n / self._weight, self._s / self._weight
         spread = self._nn / self._weight - n * n
-        if spread > (MIN_SPREAD * n) ** 2:
+        self._alike = spread <= (MIN_SPREAD * n) ** 2
+        if not self._alike:
             self._slope = (self._ns / self._weight - n * s) / spread
 
     def tokens_within(self, seconds: float) -> float:
@@ -257,8 +259,11 @@ class StepTimeFit:
 
     @property
     def knows_parts(self) -> bool:
-        """Whether steps of several sizes have told the part that is the same for every step from that of a token."""
-        return self._slope is not None
+        """Whether steps of several sizes have told the part that is the same for every step from that of a token.
+
+        Steps of one token alone have not, whatever the line was before: with a steep one they would stay so.
+        """
+        return self._slope is not None and not (self._alike and self._n < 2 * self._weight)
 
     def unlike_size(self, seconds: float) -> float:
         """Returns the tokens of a step that would tell the parts apart: half, or twice, those of the steps that were

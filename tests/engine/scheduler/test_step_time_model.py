@@ -189,3 +189,25 @@ def test_rows_are_as_many_as_a_short_step_holds(first: int) -> None:
 @pytest.mark.parametrize("first", [1, 2, 64])
 def test_rows_that_cost_little_beside_the_step_itself_all_share_one(fixed: float, first: int) -> None:
     assert rows_of_steps(fixed, 0.0001, running=64, first=first)[-10:] == [64] * 10
+
+
+def rows_after_a_delay() -> float:
+    """Rows of a decode step that takes 10 ms and 0.1 ms a row, sixty steps after one of two rows took twice as long."""
+    made = budgets()
+    for rows in (1, 1, 1, 1, 2):
+        made.add_rows(False, rows, 0.0101 * rows)
+    for _ in range(60):
+        rows = min(64, made.max_rows(False))
+        made.add_rows(False, rows, 0.01 + 0.0001 * rows)
+    return rows
+
+
+@pytest.mark.risk("R17")
+def test_a_line_that_a_delay_made_steep_does_not_hold_steps_at_one_row() -> None:
+    assert rows_after_a_delay() == 64
+
+
+@pytest.mark.risk("R17", planted=True)
+def test_a_steep_line_that_counted_would_hold_them_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepTimeFit, "knows_parts", property(lambda fit: fit._slope is not None))
+    assert rows_after_a_delay() == 1
