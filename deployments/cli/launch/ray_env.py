@@ -45,10 +45,11 @@ THROUGHPUT = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 # balancers that poll.
 ONE_MACHINE = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5"}
 # HAProxy sends a request again, to another ingress, if its ingress died before it answered: answers are functions of
-# their requests. A request that is larger than the buffer is not kept.
+# their requests. A request that is larger than the buffer is not kept. HAProxy prefers the ingress with the fewest
+# connections, which is the dead one until three of its connections were refused: a request may need four tries more.
 REPLAY = {
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response junk-response",
-    "RAY_SERVE_HAPROXY_RETRIES": "3",
+    "RAY_SERVE_HAPROXY_RETRIES": "5",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(256 << 10),
 }
 # Serve counts the requests of HAProxy by a line of log for each, which a Python process parses: a tenth of what a small
