@@ -83,8 +83,8 @@ JSON = {"content-type": "application/json"}
 
 @pytest.mark.risk(
     "R18",
-    figure="1,700 s, 702 bodies of up to the limit, beside other work: ingress 646 MB before, 1,054 at the end, 97 more "
-    "soon after; proxy 3 more",
+    figure="1,700 s, 702 bodies of up to the limit, beside other work: ingress 646 MB before, 1,054 at the end, 97 "
+    "more soon after; proxy 3 more",
 )
 def test_memory_comes_back_after_bodies_of_up_to_the_limit(tmp_path: Path) -> None:
     with served("cpu.yaml", tmp_path, START_S) as url:

@@ -121,8 +121,8 @@ async def beside(make: Callable[..., Any], name: str, key: str) -> tuple[set[int
 
 @pytest.mark.risk(
     "R17",
-    figure="in steps of 10 ms and 0.1 ms a token, on idle cores: 0 refused, p99 over idle 2.2 (four of n = 128), 2.2 (64 "
-    "streams with 20 log-probabilities), 2.1 (twice 4,000 items) and 3.4 (600 small generations together, over the "
+    figure="in steps of 10 ms and 0.1 ms a token, on idle cores: 0 refused, p99 over idle 2.2 (four of n = 128), 2.2 "
+    "(64 streams with 20 log-probabilities), 2.1 (twice 4,000 items) and 3.4 (600 small generations together, over the "
     "bound; one run of six 5.3, longest 0.51 s)",
 )
 @pytest.mark.parametrize("name", LOADS)
