@@ -64,8 +64,9 @@ def busy_thread() -> Iterator[None]:
     sys.setswitchinterval(usual)
 
 
-async def shortest_wakes(switch_s: float) -> float:
-    """Returns the seconds of ten wakes of the event loop, 1 ms apart, the best of several tries."""
+async def seconds_of_wakes(switch_s: float) -> list[float]:
+    """Returns the seconds of ten wakes of the event loop, 1 ms apart, of several tries, ascending. Other processes may
+    take a core from either thread."""
     sys.setswitchinterval(switch_s)
     found = list[float]()
     for _ in range(8):
@@ -73,21 +74,21 @@ async def shortest_wakes(switch_s: float) -> float:
         for _ in range(10):
             await asyncio.sleep(0.001)
         found.append(time.perf_counter() - since)
-    return min(found)
+    return sorted(found)
 
 
 @pytest.mark.risk("R17", figure="ten wakes of an ingress beside a thread that computes: 11 ms, as Python comes 75")
 async def test_a_small_request_does_not_wait_for_a_large_ones_thread_at_every_wake(busy_thread: None) -> None:
-    taken = await shortest_wakes(SWITCH_S)
+    taken = (await seconds_of_wakes(SWITCH_S))[0]
     print(f"R17 ten wakes beside a thread that computes: {1e3 * taken:.0f} ms")
     assert taken < 0.04
 
 
 @pytest.mark.risk("R17", planted=True)
 async def test_turns_of_threads_as_python_comes_would_be_seen(busy_thread: None) -> None:
-    taken = await shortest_wakes(0.005)
+    taken = (await seconds_of_wakes(0.005))[4]
     print(f"R17 the same with Python's own interval: {1e3 * taken:.0f} ms")
-    assert taken > 0.05
+    assert taken > 0.04
 
 
 async def test_a_request_alone_does_not_wait() -> None:
