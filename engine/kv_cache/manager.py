@@ -62,7 +62,8 @@ class SlotAllocator:
         if n == 0:
             return
         places = np.arange(self._count, self._count + n, dtype=np.int32)
-        if slots.min() < 1 or slots.max() >= self.num_slots or self._any_free(slots) or not self._put(slots, places):
+        known = self._count + n < self.num_slots and slots.min() >= 1 and slots.max() < self.num_slots
+        if not known or self._any_free(slots) or not self._put(slots, places):
             raise RuntimeError("a slot was freed that had no owner")
         self._count += n
         if self._on_free is not None:

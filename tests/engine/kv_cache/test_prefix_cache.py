@@ -34,7 +34,7 @@ def test_taking_more_than_is_free_takes_nothing() -> None:
     assert allocator.num_free == 4
 
 
-@pytest.mark.parametrize("wrong", [(0,), (3,), (1, 1), (-1,), (5,)])
+@pytest.mark.parametrize("wrong", [(0,), (3,), (1, 1), (1, 2, 1, 2), (-1,), (5,)])
 def test_releasing_a_slot_without_an_owner_raises(wrong: tuple[int, ...]) -> None:
     allocator = SlotAllocator(5)
     taken = allocator.allocate(2)
