@@ -42,19 +42,26 @@ class StepPolicy:
         self._spent = {True: 0.0, False: 0.0}  # weighted seconds of scoring and of generation
         self._had_work: set[StepKind] = set()
         self._latest = True  # whether scoring, or generation, was idle more lately
-        self._last_decode = 0.0
+        self._last_decode = self._last_prefill = 0.0
         self._decode_steps = 0
         self._token_s: dict[bool, float] = {}  # seconds a token of a row, smoothed, by whether the step drafted
 
     # Which kind runs next.
 
-    def order(self, kinds_with_work: Iterable[StepKind], now: float) -> list[StepKind]:
+    def order(
+        self, kinds_with_work: Iterable[StepKind], now: float, *, prompts_yield: bool = False
+    ) -> list[StepKind]:
         """Returns the kinds that have work, the one that is due first.
 
         Generation and scoring share the time by weight; of two that are due, the one that was idle goes first. Prefill
         steps come before decode steps, so that the batch is full before it decodes: a decode step takes about as long
         for few rows as for many. Once the running rows have waited for `decode_gap_s` a decode step comes before
         everything.
+
+        Args:
+            kinds_with_work: The kinds.
+            now: Seconds, of the clock of `decode_planned`.
+            prompts_yield: Decode steps come first for `decode_gap_s` after a prefill step.
         """
         work = set(kinds_with_work)
         if StepKind.DECODE in work - self._had_work:
@@ -64,13 +71,15 @@ class StepPolicy:
                 self._spent[scores] = max(self._spent.values())  # what was idle does not make up for it
                 self._latest = scores
         self._had_work = work
+        decode_last = not prompts_yield or now - self._last_prefill >= self._decode_gap_s
         if now - self._last_decode >= self._decode_gap_s:
             return sorted(work, key=lambda kind: (kind is not StepKind.DECODE, self._spent[_scores(kind)], kind))
-        return sorted(work, key=self._place)
+        last = StepKind.DECODE if decode_last else StepKind.PREFILL
+        return sorted(work, key=lambda kind: (*self._place(kind), kind is last))
 
-    def _place(self, kind: StepKind) -> tuple[float, bool, bool]:
+    def _place(self, kind: StepKind) -> tuple[float, bool]:
         scores = _scores(kind)
-        return self._spent[scores], scores != self._latest, kind is StepKind.DECODE
+        return self._spent[scores], scores != self._latest
 
     @staticmethod
     def _weight(kinds: Iterable[StepKind], scores: bool) -> float:
@@ -81,12 +90,18 @@ class StepPolicy:
         """Notes that the step planned at `now` decodes the running rows."""
         self._last_decode = now
 
+    def prefill_planned(self, now: float) -> None:
+        """Notes that the step planned at `now` computes prompts."""
+        self._last_prefill = now
+
     def step_ended(self, kind: StepKind, tokens: int, seconds: float) -> None:
         """Charges a step that has ended to generation or scoring, and learns its time."""
         turn = StepKind.DECODE if kind is StepKind.VERIFY else kind
         self._spent[_scores(turn)] += seconds / self._weight(self._had_work | {turn}, _scores(turn))
         if turn is StepKind.DECODE:
             self._last_decode += seconds  # its rows wait from its end: else slow decoding would always be due
+        elif turn is StepKind.PREFILL:
+            self._last_prefill += seconds
         self._times.add(kind, tokens, seconds)
 
     # How large a prefill or score step is.

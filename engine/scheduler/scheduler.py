@@ -176,12 +176,16 @@ class Scheduler:
         self._several_tenants = self.tenants.several(now)
         decoding = self.running.decoding
         work = {StepKind.DECODE: decoding, StepKind.PREFILL: self.prompts, StepKind.SCORE: self.scores}
-        kinds = self.policy.order([kind for kind, waiting in work.items() if waiting], now)
+        kinds = self.policy.order(
+            [kind for kind, waiting in work.items() if waiting], now, prompts_yield=self._prompts_yield()
+        )
         for kind in kinds:
             step = self._plan_kind(kind)
             if step is not None:
                 if kind is StepKind.DECODE:
                     self.policy.decode_planned(now)
+                elif kind is StepKind.PREFILL:
+                    self.policy.prefill_planned(now)
                 return step
         if StepKind.DECODE not in kinds and decoding:  # sequences resumed without anything to prefill
             self.policy.decode_planned(now)
@@ -278,6 +282,19 @@ class Scheduler:
         self._no_room = False
         self._preempt(max(over, key=_least_important))
         return True
+
+    def _prompts_yield(self) -> bool:
+        """Tells whether prompts yield to running rows.
+
+        A fuller batch is worth the delay to a tenant whose own prompts fill it, but not to another. So the prompts of
+        tenants that have their share of the rows that decode yield to rows of others.
+        """
+        if not (self._several_tenants and self.prompts and self.running.decoding):
+            return False
+        tenants = {tenant for tenant, *_ in self.prompts.by_tenant()}
+        held = Counter(row.parent.tenant for row in self.running.decoding.values())
+        share = max(1, held.total() // len(held.keys() | tenants))
+        return min(held[tenant] for tenant in tenants) >= share and not tenants.issuperset(held)
 
     def _prefill_admitted(self, budget: int, give: Callable[[GenerationState, int, int], int]) -> int:
         """Serves the admitted requests in order of priority and arrival; returns the tokens used."""

@@ -100,6 +100,18 @@ def test_running_rows_come_first_once_the_gap_has_passed_since_their_last_step_e
     assert policy.order([DECODE, SCORE], 1.091) == [DECODE, SCORE]
 
 
+def test_prompts_that_yield_come_first_once_the_gap_has_passed_since_a_prefill_step_ended() -> None:
+    policy = policy_of(0.04)
+    policy.decode_planned(1.0)
+    policy.prefill_planned(1.0)
+    policy.step_ended(PREFILL, 1, 0.01)  # until 1.01
+    assert policy.order([DECODE, PREFILL], 1.03) == [PREFILL, DECODE]
+    assert policy.order([DECODE, PREFILL], 1.03, prompts_yield=True) == [DECODE, PREFILL]
+    assert policy.order([PREFILL], 1.03, prompts_yield=True) == [PREFILL]
+    policy.decode_planned(1.03)
+    assert policy.order([DECODE, PREFILL], 1.06, prompts_yield=True) == [PREFILL, DECODE]
+
+
 def test_a_verify_step_is_a_turn_of_the_running_rows() -> None:
     policy = policy_of(NEVER)
     assert policy.order([DECODE, SCORE], 0.0) == [DECODE, SCORE]

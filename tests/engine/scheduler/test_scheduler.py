@@ -349,3 +349,41 @@ async def test_steps_of_one_tenant_hold_all_rows(make_rig: MakeRig, generate_job
     submitted.set()
     await asyncio.gather(*runs)
     assert {rows for _, kind, rows in clock.steps if kind is StepKind.DECODE} == {40}
+
+
+async def seconds_beside_prompts(make_rig: MakeRig, generate_job: MakeJob) -> float:
+    """Returns what 20 tokens of one tenant take while prompts of another come for each row that ends.
+
+    A step takes 4 ms and 0.1 ms a token: 20 decode steps of 16 rows take 112 ms."""
+    clock = FakeClock()
+    rig = make_rig(clock=clock, num_slots=9_000, max_running=16, max_model_len=400, overlap=False)
+
+    def forward(kind: StepKind, sequences: Any) -> None:
+        tokens = sum(len(run.write) for run in sequences)
+        clock.steps.append((clock.now, kind, tokens))
+        clock.now += 0.004 + 0.0001 * tokens
+
+    rig.model.on_forward = forward
+    many = [generate_job([n, 1, 2], max_tokens=10 + n % 16, tenant="many") for n in range(200)]
+    tasks = [asyncio.create_task(rig.run(request)) for request in many]
+    while len(clock.steps) < 60:
+        await asyncio.sleep(0)
+    chunks = [chunk async for chunk in rig.engine.generate(generate_job([9, 9], max_tokens=20, tenant="one"))]
+    assert not all(task.done() for task in tasks)
+    await asyncio.gather(*tasks)
+    return float(chunks[-1].queue_s + chunks[-1].compute_s)
+
+
+@pytest.mark.risk("R17")
+async def test_prompts_of_a_tenant_that_has_its_share_yield_to_rows_of_another(
+    make_rig: MakeRig, generate_job: MakeJob
+) -> None:
+    assert await seconds_beside_prompts(make_rig, generate_job) < 0.13
+
+
+@pytest.mark.risk("R17", planted=True)
+async def test_prompts_that_never_yield_would_be_seen(
+    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.scheduler.scheduler.Scheduler._prompts_yield", lambda self: False)
+    assert await seconds_beside_prompts(make_rig, generate_job) > 0.14
