@@ -48,9 +48,7 @@ class StepPolicy:
 
     # Which kind runs next.
 
-    def order(
-        self, kinds_with_work: Iterable[StepKind], now: float, *, prompts_yield: bool = False
-    ) -> list[StepKind]:
+    def order(self, kinds_with_work: Iterable[StepKind], now: float, *, prompts_yield: bool = False) -> list[StepKind]:
         """Returns the kinds that have work, the one that is due first.
 
         Generation and scoring share the time by weight; of two that are due, the one that was idle goes first. Prefill
