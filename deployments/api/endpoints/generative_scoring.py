@@ -36,8 +36,8 @@ from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
 from scoring.loglikelihood import Continuations
 from scoring.normalize import ItemScores, score_items
+from scoring.prompts.templates import FilledTemplate
 from scoring.row_builder import DEFAULT_FIELD_NAMES, FieldNames, PromptSpec
-from scoring.templates import FilledTemplate
 
 TEXT_FIELDS = (  # of a request that is no conversation
     "query", "items", "item_first", "seam", "truncate", "truncation_side", "max_item_tokens", "max_query_tokens",

@@ -32,9 +32,9 @@ from scoring.activation import pooled_items
 from scoring.embeddings import cosines
 from scoring.errors import ItemError, ScoreCode
 from scoring.normalize import Float64s, ItemScores, by_item, score_items
+from scoring.prompts.templates import Template
 from scoring.rerank import log_odds, relevance
 from scoring.row_builder import PromptSpec, ScoringRows, check_tokens, joined, unshared
-from scoring.templates import Template
 
 READ = {HeadKind.TOKEN: "single tokens", HeadKind.POINTER: "marked tokens"}
 COUNTS = (1, 2)  # labels that a language model's score may have: the logit of yes, or its distance to that of no

@@ -24,9 +24,9 @@ from deployments.api.schemas.rerank import RerankRequest
 from deployments.errors import describe, invalid
 from deployments.protocol import ModelCard
 from scoring.errors import ItemError
+from scoring.prompts.templates import Template, fill
 from scoring.rerank import Ranked, document_text, ranked
 from scoring.row_builder import FieldNames, PromptSpec
-from scoring.templates import Template, fill
 
 TEXTS_ROUTE, V2_ROUTE = "/rerank", "/v2/rerank"
 INSTRUCTIONS = ("instruction", "instruct")

@@ -33,8 +33,8 @@ from deployments.errors import describe, invalid
 from deployments.protocol import ModelCard
 from scoring.labels import check_label_ids
 from scoring.normalize import score_items
+from scoring.prompts.templates import Template, fill
 from scoring.row_builder import FieldNames, Items, PromptSpec, Query
-from scoring.templates import Template, fill
 
 SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"))
 OF_ITEMS = ("query", "items", "label_token_ids", "apply_softmax", "item_first")

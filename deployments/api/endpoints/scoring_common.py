@@ -18,8 +18,8 @@ from engine.requests import PoolingRequest, PoolingResult, ScoreRequest, ScoreRe
 from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
 from scoring.normalize import ItemScores
+from scoring.prompts.templates import FilledTemplate, fill
 from scoring.row_builder import Items, PromptLimits, PromptSpec, Query, ScoringRows, build_rows
-from scoring.templates import FilledTemplate, fill
 
 FAILED_ITEMS = "x-assay-failed-items"
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 
 from scoring.errors import ScoreCode, ScoringError, refusal
-from scoring.sandbox import TemplateRaised, environment
+from scoring.prompts.sandbox import TemplateRaised, environment
 from scoring.tokenizer_protocol import TokenizerProtocol
 
 Message = Mapping[str, object]

@@ -12,8 +12,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from scoring.sandbox import SourceError, compile_source, environment
-from scoring.templates import PRESETS, SEAM, TemplateSpec
+from scoring.prompts.sandbox import SourceError, compile_source, environment
+from scoring.prompts.templates import PRESETS, SEAM, TemplateSpec
 
 NAMES = frozenset(("instruction", "query", "item"))
 PLACES = {"instruction": " zq1iz ", "query": " zq2qz ", "item": " zq3dz "}  # spaces show where a value is stripped
