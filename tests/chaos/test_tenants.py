@@ -121,8 +121,8 @@ async def beside(make: Callable[..., Any], name: str, key: str) -> tuple[set[int
 
 @pytest.mark.risk(
     "R17",
-    figure="in steps of 10 ms and 0.1 ms a token, on idle cores: 0 refused; p99 over idle, of four runs: 2.0 to 2.2 (four "
-    "of n = 128), 2.1 to 2.4 (64 streams with 20 log-probabilities), 2.2 to 2.6 (600 small generations together) and 2.0 "
+    figure="in steps of 10 ms and 0.1 ms a token, on idle cores: 0 refused; p99 over idle, four runs: 2.0 to 2.2 (four "
+    "of n = 128), 2.1 to 2.4 (64 streams with 20 log-probabilities), 2.2 to 2.6 (600 small generations together), 2.0 "
     "to 2.1 (twice 4,000 items)",
 )
 @pytest.mark.parametrize("name", LOADS)

@@ -17,6 +17,7 @@ from deployments.api.endpoints.scoring_common import (
     column_layout,
     fill_template,
     query_of,
+    refuse_chat_fields,
     report_items,
     report_label_mass,
     row_layout,
@@ -127,9 +128,7 @@ def _check_text_fields(body: ScoringRequest) -> None:
     """Raises ApiError for a request without items, and for fields of a conversation."""
     if not body.items:
         raise invalid("items", "given, or `messages`", "nothing")
-    for field in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
-        if getattr(body, field) is not None:
-            raise invalid(field, "absent without `messages`", describe(getattr(body, field)))
+    refuse_chat_fields(body)
 
 
 async def _with_conversations(

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from deployments.api.endpoints.scoring_common import (
     check_items,
     check_size,
+    refuse_chat_fields,
     submit_pooling,
     tokenize_rows,
     usage,
@@ -17,7 +18,7 @@ from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.pooling import PoolingInput
 from deployments.api.schemas.score import ScoreBody
-from deployments.errors import ApiError, describe, invalid
+from deployments.errors import ApiError, invalid
 from deployments.protocol import ModelCard
 from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
 from engine.requests import PoolingResult, PoolingTask
@@ -28,8 +29,6 @@ from scoring.normalize import Float32s, Float64s
 from scoring.pointer import pointer_scores, with_last_tokens
 from scoring.process_rewards import token_positions
 from scoring.row_builder import FieldNames, Int32s, Items, PromptSpec, Query, ScoringRows, Side, unshared
-
-CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
 class PooledRows(NamedTuple):
@@ -52,9 +51,7 @@ async def read_inputs(
     if (body.input is None) == (body.messages is None):
         raise invalid("input", "given, or `messages`, but not both", "neither" if body.input is None else "both")
     if body.input is not None:
-        for field in CHAT_FIELDS:
-            if getattr(body, field) is not None:
-                raise invalid(field, "absent without `messages`", describe(getattr(body, field)))
+        refuse_chat_fields(body)
         return "input", with_prompt(body.input, prompt)
     prompting = bool(body.add_generation_prompt)  # a head judges what was said: no turn is opened unless it is wanted
     body = body.model_copy(update={"add_generation_prompt": prompting})

@@ -12,13 +12,11 @@ from starlette.responses import Response
 
 from deployments.api.endpoints.conversation_scores import score_conversations
 from deployments.api.endpoints.pair_scores import PairScores, pair_template, score_pairs
-from deployments.api.endpoints.pooling_common import CHAT_FIELDS
-from deployments.api.endpoints.scoring_common import check_size, report_items
+from deployments.api.endpoints.scoring_common import CHAT_FIELDS, check_size, refuse_chat_fields, report_items
 from deployments.api.handler import RequestHandler
 from deployments.api.json_body import HALF
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.chat import Message
-from deployments.api.schemas.known_fields import REFUSED, is_neutral
 from deployments.api.schemas.pooling import PoolingInput
 from deployments.api.schemas.rerank import RerankRequest
 from deployments.errors import describe, invalid
@@ -95,9 +93,7 @@ async def _scored_texts(
     """Scores each text beside the query."""
     if body.query is None:
         raise invalid("query", "given", "nothing")
-    for name in CHAT_FIELDS:
-        if not is_neutral(getattr(body, name), REFUSED[name]):
-            raise invalid(name, "absent without `messages`", describe(getattr(body, name)))
+    refuse_chat_fields(body)
     template = pair_template(handler, card)
     documents = await handler.off_loop(context.body_bytes, _documents, handler, context, body, field)
     labels = 1 if template is None or card.head is not None else len(template.labels)

@@ -11,11 +11,13 @@ from starlette.responses import Response
 
 from deployments.api.endpoints.conversation_scores import score_conversations
 from deployments.api.endpoints.pair_scores import PairScores, pair_template, score_pairs
-from deployments.api.endpoints.pooling_common import CHAT_FIELDS, wants_activation
+from deployments.api.endpoints.pooling_common import wants_activation
 from deployments.api.endpoints.scoring_common import (
+    CHAT_FIELDS,
     check_items,
     check_size,
     list_answer,
+    refuse_chat_fields,
     report_items,
     report_label_mass,
     score_usage,
@@ -26,7 +28,6 @@ from deployments.api.endpoints.scoring_common import (
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.chat import Message
-from deployments.api.schemas.known_fields import REFUSED, is_neutral
 from deployments.api.schemas.pooling import PoolingInput
 from deployments.api.schemas.score import ScoreBody
 from deployments.errors import describe, invalid
@@ -65,9 +66,7 @@ async def scoring(handler: RequestHandler, context: RequestContext) -> Response:
     body = await handler.parse(context, ScoreBody)
     if body.messages is not None:
         return await _messages(handler, context, body, body.messages)
-    for name in CHAT_FIELDS:
-        if not is_neutral(getattr(body, name), REFUSED[name]):
-            raise invalid(name, "absent without `messages`", describe(getattr(body, name)))
+    refuse_chat_fields(body)
     sides = _sides(body)
     if sides is not None:
         return await _pairs(handler, context, body, sides)

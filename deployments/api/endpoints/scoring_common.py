@@ -11,7 +11,8 @@ import numpy.typing as npt
 from deployments.api.handler import MAX_NAMED_FIELDS, TEXT_COST, RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generative_scoring import ScoringRequest
-from deployments.errors import ApiError, from_item_error
+from deployments.api.schemas.known_fields import REFUSED, is_neutral
+from deployments.errors import ApiError, describe, from_item_error, invalid
 from deployments.protocol import ModelCard
 from engine.model.heads.info import HeadInfo
 from engine.requests import PoolingRequest, PoolingResult, ScoreRequest, ScoreResult
@@ -22,6 +23,7 @@ from scoring.prompts.templates import FilledTemplate, fill
 from scoring.row_builder import Items, PromptLimits, PromptSpec, Query, ScoringRows, build_rows
 
 FAILED_ITEMS = "x-assay-failed-items"
+CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
 def check_size(handler: RequestHandler, items: int, labels: int, field: str) -> None:
@@ -31,6 +33,14 @@ def check_size(handler: RequestHandler, items: int, labels: int, field: str) -> 
         if given > maximum:
             message = f"The request's {what} must be at most {maximum}. Given: {given}. Send fewer items."
             raise ApiError("request_too_large", message, field)
+
+
+def refuse_chat_fields(body: object) -> None:
+    """Raises ApiError for a field of conversations that a request without `messages` gives."""
+    for name in CHAT_FIELDS:
+        value = getattr(body, name)
+        if value is not None and not is_neutral(value, REFUSED[name]):
+            raise invalid(name, "absent without `messages`", describe(value))
 
 
 def fill_template(handler: RequestHandler, name: str, given: Mapping[str, str | None]) -> FilledTemplate:
