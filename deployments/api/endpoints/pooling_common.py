@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from deployments.api.endpoints.scoring_common import (
+    ServedRequest,
     check_items,
     check_size,
     refuse_chat_fields,
@@ -19,7 +20,6 @@ from deployments.api.request_context import RequestContext
 from deployments.api.schemas.pooling import PoolingInput
 from deployments.api.schemas.score import ScoreBody
 from deployments.errors import ApiError, invalid
-from deployments.protocol import ModelCard
 from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
 from engine.requests import PoolingResult, PoolingTask
 from scoring.activation import Activation, activate, default_activation
@@ -116,17 +116,7 @@ def text_spec(
 
 
 async def pool_items(
-    handler: RequestHandler,
-    context: RequestContext,
-    card: ModelCard,
-    head: HeadInfo,
-    request_id: str,
-    items: Items,
-    spec: PromptSpec,
-    *,
-    mark: int | None = None,
-    salt: str | None = None,
-    priority: int | None = None,
+    served: ServedRequest, head: HeadInfo, items: Items, spec: PromptSpec, *, mark: int | None = None
 ) -> PooledRows:
     """Computes what the head answers for each input.
 
@@ -134,10 +124,10 @@ async def pool_items(
         ApiError: An input is wrong, too long, or gave a number that is not finite.
         ScoringError: The request as a whole is wrong.
     """
-    field = spec.names.items
+    handler, field = served.handler, spec.names.items
     check_size(handler, len(items), head.width, field)
     query: Query = "" if isinstance(items[0], str) else []
-    rows = await tokenize_rows(handler, context, query, items, spec, card)
+    rows = await tokenize_rows(served, query, items, spec)
     check_items(rows.errors, field)
     positions = None
     rows = unshared(rows) if head.whole_rows else rows
@@ -145,7 +135,7 @@ async def pool_items(
         rows, positions = token_positions(rows, mark, field)
         positions = with_last_tokens(rows, positions) if head.kind is HeadKind.POINTER else positions
         check_size(handler, len(positions), head.width, field)
-    reply = await submit_pooling(handler, context, request_id, rows, head, positions, salt=salt, priority=priority)
+    reply = await submit_pooling(served, rows, head, positions)
     return PooledRows(rows, positions, reply)
 
 
