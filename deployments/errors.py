@@ -198,9 +198,9 @@ class ErrorEvent(BaseModel):
     request_id: str
 
 
-def invalid(field: str, allowed: str, given: str, code: Code = "invalid_value") -> ApiError:
+def invalid(field: str, allowed: str, given: str) -> ApiError:
     """Returns the error for a field whose value is not allowed."""
-    return ApiError(code, f"`{field}` must be {allowed}. Given: {given}.", field)
+    return ApiError("invalid_value", f"`{field}` must be {allowed}. Given: {given}.", field)
 
 
 def unsupported(field: str, why: str = "is not supported by this server") -> ApiError:

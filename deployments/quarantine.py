@@ -55,11 +55,10 @@ def fingerprint(call: AnyCall) -> bytes:
 class Quarantine:
     """Holds the fingerprints that one process refuses, each until its time is over."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, changed: Callable[[], None] = lambda: None) -> None:
-        """`changed` is called when an entry is new."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._until: dict[bytes, float] = {}
-        self.changed = changed
+        self.changed: Callable[[], None] = lambda: None  # is called when an entry is new
 
     def add(self, entries: Entries) -> None:
         now = self._clock()

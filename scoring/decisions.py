@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scoring.decision_prompts import Entry, Layout, Question
 from scoring.errors import ScoreCode, ScoringError, refusal
 from scoring.option_codes import Code, CodeReader, Float64s, Ids, Indices, alphabet, code_reader, prefix_free
+from scoring.prompts.decision_prompts import Entry, Layout, Question
 from scoring.row_builder import Int32s, PromptLimits, check_tokens, offsets
 from scoring.tokenizer_protocol import TokenizerProtocol
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from scoring.errors import refusal
 from scoring.normalize import MIN_LOGPROB, Float64s, sigmoid
-from scoring.templates import Template, TemplateRefused
+from scoring.prompts.templates import Template, TemplateRefused
 
 MAX_LABELS = 2  # yes and no
 

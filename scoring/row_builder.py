@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from scoring.errors import ItemError, ScoreCode, ScoringError, ScoringLimits, refusal
 from scoring.labels import token_id_problem
-from scoring.templates import FilledTemplate, SplitFrame
+from scoring.prompts.templates import FilledTemplate, SplitFrame
 from scoring.tokenizer_protocol import Encoding, TokenizerProtocol
 
 Int32s = npt.NDArray[np.int32]

@@ -35,9 +35,9 @@ from engine.requests import EngineError
 from engine.tokenizer.tokenizer import Tokenizer, TooManyTokens
 from gpu_sampler.sampling_params import ParamError
 from scoring.errors import ScoringError
-from scoring.guards import find_guard
 from scoring.labels import token_id_problem
-from scoring.templates import compile_templates
+from scoring.prompts.guards import find_guard
+from scoring.prompts.templates import compile_templates
 
 log = logging.getLogger("assay.http")
 B = TypeVar("B", bound=Body)

@@ -107,8 +107,8 @@ class JsonResponse(Response):
 
     media_type = "application/json"
 
-    def __init__(self, pieces: list[bytes], status_code: int = 200) -> None:
-        super().__init__(None, status_code)
+    def __init__(self, pieces: list[bytes]) -> None:
+        super().__init__(None)
         self._pieces = pieces
         self.headers["content-length"] = str(sum(map(len, pieces)))
 

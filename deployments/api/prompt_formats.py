@@ -8,9 +8,9 @@ import logging
 from deployments.config.settings import ApiSettings
 from deployments.limits import Limits
 from engine.tokenizer.tokenizer import Tokenizer
-from scoring.chat_template import ChatTemplate
-from scoring.decision_prompts import BUILTIN, PLAIN, chat_layout
 from scoring.decisions import MAX_CODES, DecisionPrompts
+from scoring.prompts.chat_template import ChatTemplate
+from scoring.prompts.decision_prompts import BUILTIN, PLAIN, chat_layout
 
 log = logging.getLogger("assay.http")
 serve_log = logging.getLogger("ray.serve")

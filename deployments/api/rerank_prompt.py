@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 from deployments.config.settings import ApiSettings
 from engine.tokenizer.tokenizer import Tokenizer
-from scoring.cross_encoder_files import (
+from scoring.prompts.cross_encoder_files import (
     CrossEncoderFiles,
     ScoreActivation,
     UnknownLayout,
     declared_activation,
     read_cross_encoder,
 )
-from scoring.pair_template import PairRenderer, Unwritable, matching_preset, pair_spec
+from scoring.prompts.pair_template import PairRenderer, Unwritable, matching_preset, pair_spec
+from scoring.prompts.templates import PRESETS, Template, TemplateRefused, TemplateSpec
 from scoring.rerank import MAX_LABELS, rerank_template
-from scoring.templates import PRESETS, Template, TemplateRefused, TemplateSpec
 from scoring.tokenizer_protocol import TokenizerProtocol
 
 CONFIGURATION, REPOSITORY = "configuration", "repository"

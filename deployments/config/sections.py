@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 from deployments.protocol import MAX_MICRO_BATCH
 from deployments.section import Name, Seconds, Section, matches
 from engine.config import Costs, ModelConfig, Range
-from scoring.templates import PRESETS, TemplateSpec
+from scoring.prompts.templates import PRESETS, TemplateSpec
 
 ORIGIN = re.compile(r"\*|https?://[^\s/?#]+")
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from deployments.config.sections import ChatArgs, DeadlineArgs, DecisionArgs, RerankArgs, StreamArgs
 from deployments.limits import Limits
-from scoring.templates import TemplateSpec
+from scoring.prompts.templates import TemplateSpec
 
 Truncation = Literal["item", "error"]
 

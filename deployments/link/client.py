@@ -4,10 +4,18 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Generator
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from deployments.link import messages
-from deployments.link.frames import MAX_FRAME_BYTES, MAX_HANDSHAKE_BYTES, FrameError, FrameKind, FrameReader, LinkFrame
+from deployments.link.frames import (
+    MAX_FRAME_BYTES,
+    MAX_HANDSHAKE_BYTES,
+    FrameError,
+    FrameKind,
+    FrameReader,
+    LinkFrame,
+    refuse,
+)
 from deployments.link.handshake import LinkAddress, Proof, is_proof, link_key, new_nonce, proof_of
 from deployments.observability.link_figures import LinkFigures
 from deployments.protocol import AnyCall, GenerateReply, PromptChunk
@@ -237,7 +245,7 @@ class Link(asyncio.Protocol):
             if not self._opened.done():
                 self._opened.set_result(None)
         else:
-            _refuse(frame)
+            refuse(frame)
 
     # Calls.
 
@@ -308,7 +316,7 @@ class Link(asyncio.Protocol):
 
     def _take(self, frame: LinkFrame) -> None:
         if frame.kind is not FrameKind.RESULTS:
-            _refuse(frame)
+            refuse(frame)
         results = messages.RESULTS.decode(frame)
         load = results.load
         for scored in results.prompts:
@@ -337,10 +345,6 @@ class Link(asyncio.Protocol):
         elif isinstance(answer, messages.CallFailure):
             reply = answer.failure
         call.end(reply, load)
-
-
-def _refuse(frame: LinkFrame) -> NoReturn:
-    raise FrameError(f"A frame of this kind must not come now. Given: {frame.kind.name}.")
 
 
 def _ignore(link: Link) -> None: ...

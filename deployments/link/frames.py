@@ -9,7 +9,7 @@ receiver states the largest frame that it takes, and refuses a larger one by its
 import struct
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 HEADER = struct.Struct("<2sBBII")
 MAGIC = b"AL"
@@ -103,3 +103,8 @@ class FrameReader:
         if size > self.max_bytes:
             raise FrameError(f"A frame must be at most {self.max_bytes} bytes. Given: {size}.")
         return FrameKind(kind), message_bytes, array_bytes
+
+
+def refuse(frame: LinkFrame) -> NoReturn:
+    """Raises FrameError for a frame whose kind must not come now."""
+    raise FrameError(f"A frame of this kind must not come now. Given: {frame.kind.name}.")

@@ -12,10 +12,18 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from deployments.link import messages
-from deployments.link.frames import MAX_FRAME_BYTES, MAX_HANDSHAKE_BYTES, FrameError, FrameKind, FrameReader, LinkFrame
+from deployments.link.frames import (
+    MAX_FRAME_BYTES,
+    MAX_HANDSHAKE_BYTES,
+    FrameError,
+    FrameKind,
+    FrameReader,
+    LinkFrame,
+    refuse,
+)
 from deployments.link.handshake import (
     SECRET_BYTES,
     Hello,
@@ -188,11 +196,11 @@ class _ServerLink(asyncio.Protocol):
                 if call is not None:
                     call.cancel()
             case _:
-                _refuse(frame)
+                refuse(frame)
 
     def _authenticate(self, frame: LinkFrame) -> None:
         if frame.kind is not FrameKind.PROOF:
-            _refuse(frame)
+            refuse(frame)
         given, key = messages.PROOF.decode(frame), link_key(self._address.secret)
         about = (key, self._address.instance, self._nonce, given.nonce)
         if not is_proof(given.proof, proof_of("client", *about)):
@@ -359,7 +367,3 @@ class _LinkReceiver:
     def end(self) -> None:
         self.ended = True
         self._link.ended(self.number)
-
-
-def _refuse(frame: LinkFrame) -> NoReturn:
-    raise FrameError(f"A frame of this kind must not come now. Given: {frame.kind.name}.")

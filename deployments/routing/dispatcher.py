@@ -31,13 +31,11 @@ from deployments.routing.micro_batcher import MicroBatcher
 from deployments.routing.replica_call import RETRY_AFTER_S, ReplicaCaller, RetryableError, transport_errors, unexpected
 from deployments.routing.replica_selection import ReplicaSelector
 from deployments.routing.retry import RetryPolicy
-from deployments.routing.sharding import count_blocks, cut, gather
+from deployments.routing.sharding import Reply, Rows, count_blocks, cut, gather
 from deployments.routing.stream_resume import ResumableStreams
 from engine.requests import LikelihoodRequest, PoolingRequest, PoolingResult, ScoreRequest, ScoreResult
 
 log = logging.getLogger("ray.serve")
-Rows = TypeVar("Rows", ScoreRequest, PoolingRequest, LikelihoodRequest)
-Reply = TypeVar("Reply", ScoreResult, PoolingResult, LikelihoodReply)
 T = TypeVar("T")
 CARD_TIMEOUT_S = 10.0
 

@@ -1,1 +1,1 @@
-"""Implements Triton kernels of decoder layers, with float64 references."""
+"""Implements the Triton kernels of decoder layers. Their float64 references are in tests/support/layer_kernels.py."""

@@ -17,7 +17,7 @@ from engine.scheduler.request_state import ItemState, LikelihoodState, RequestSt
 MAX_PASSED = 16  # requests whose items are too long for the rest of a step, before it is left empty
 MAX_NO_ROOM = 16  # requests that find too few free slots, before a step is closed: each looks for slots to free
 BLOCK = 64  # items of one query stay together, to keep its prefix hot
-MAX_LOGITS = 160_000_000  # elements of one step's logits: 1,024 rows of 152k
+MAX_STEP_LOGITS = 160_000_000  # elements of one step's logits: 1,024 rows of 152k
 NO_ROWS = np.empty(0, np.int32)
 # The next rows of a step's logits, and the answers of a request that they are: by default an item has one; a likelihood
 # request has one a wanted token.
@@ -42,7 +42,7 @@ class ScoreBatcher:
         self._kv_cache = kv_cache
         self._whole_rows = whole_rows
         self._max_targets = max_targets
-        self._max_rows = max(64, MAX_LOGITS // vocab_size)
+        self._max_rows = max(64, MAX_STEP_LOGITS // vocab_size)
         self.starving = False  # a request found no room: no new generation row is admitted before it did
         self.budget = 0
         self._scheduled: list[ScheduledSequence] = []

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from deployments.api.app import build_api
 from deployments.config.sections import RerankArgs
 from deployments.config.settings import ApiSettings, ChatSettings
-from scoring.templates import TemplateSpec
+from scoring.prompts.templates import TemplateSpec
 from tests.deployments.scripted import ScriptedBackend
 from tests.support.toy_model import ByteTokenizer
 

@@ -17,7 +17,7 @@ from deployments.protocol import GenerateCall, GenerateReply, LikelihoodReply
 from deployments.replica.replica import ReplicaServer
 from engine.requests import LikelihoodRequest, ScoreRequest, ScoreResult
 from engine.tokenizer.tokenizer import load_tokenizer
-from scoring.templates import TemplateSpec
+from scoring.prompts.templates import TemplateSpec
 
 ASK = TemplateSpec(
     prefix="{{ instruction }}|{{ query }}|",

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from scoring.chat_template import ChatTemplate
-from scoring.decision_prompts import BUILTIN, PLAIN, Entry, Kind, Layout, Option, Question, chat_layout
 from scoring.decisions import (
     DecisionPlan,
     DecisionPrompts,
@@ -19,6 +17,8 @@ from scoring.decisions import (
 )
 from scoring.errors import ScoreCode, ScoringError, ScoringLimits
 from scoring.option_codes import prefix_free
+from scoring.prompts.chat_template import ChatTemplate
+from scoring.prompts.decision_prompts import BUILTIN, PLAIN, Entry, Kind, Layout, Option, Question, chat_layout
 from scoring.row_builder import PromptLimits
 from tests.support.toy_model import ByteTokenizer
 

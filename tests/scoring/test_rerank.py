@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from scoring.errors import ScoringError
+from scoring.prompts.templates import PRESETS, Template, TemplateRefused, TemplateSpec
 from scoring.rerank import Ranked, document_text, log_odds, ranked, relevance, rerank_template
-from scoring.templates import PRESETS, Template, TemplateRefused, TemplateSpec
 
 
 def test_the_order_is_by_score_and_then_by_place() -> None:

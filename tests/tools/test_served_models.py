@@ -7,8 +7,8 @@ import pytest
 
 from deployments.cli.main import main
 from deployments.cli.models import served_models
-from scoring.guards import GUARDS
-from scoring.templates import PRESETS
+from scoring.prompts.guards import GUARDS
+from scoring.prompts.templates import PRESETS
 from tests.deployments.api import test_published_layouts as layouts
 from tools import served_models as tool
 

@@ -19,11 +19,10 @@ from deployments.api.endpoints.pooling_common import (
     pooled_usage,
     read_inputs,
 )
-from deployments.api.endpoints.scoring_common import list_answer, report_items
+from deployments.api.endpoints.scoring_common import ServedRequest, list_answer, report_items
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.classify import ClassifyRequest
-from deployments.protocol import ModelCard
 from engine.model.heads.info import HeadInfo, HeadKind
 from scoring.activation import Activation, activate
 
@@ -32,20 +31,19 @@ async def classify(handler: RequestHandler, context: RequestContext) -> Response
     """Answers both routes. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, ClassifyRequest)
     card, head = await handler.pooling_head(body.model, context.route, (HeadKind.SEQUENCE, HeadKind.POINTER))
+    served = ServedRequest(handler, context, card, new_id("classify-"), body.cache_salt, body.priority)
     activation = activation_of(body, head)
     field, items = await read_inputs(handler, context, body)
-    request_id, spec, mark = new_id("classify-"), input_spec(body, field), mark_id(handler, head)
-    found = await pool_items(
-        handler, context, card, head, request_id, items, spec, mark=mark, salt=body.cache_salt, priority=body.priority
-    )
+    mark = mark_id(handler, head)
+    found = await pool_items(served, head, items, input_spec(body, field), mark=mark)
     check_finite(found, field)
     report_items(handler, context, found.rows.truncated)
-    make = partial(_answer, request_id, card, head, found, activation, mark)
+    make = partial(_answer, served, head, found, activation, mark)
     return await handler.sized_json(context, found.reply.values.nbytes * 2, make)
 
 
 def _answer(
-    request_id: str, card: ModelCard, head: HeadInfo, found: PooledRows, activation: Activation, mark: int | None
+    served: ServedRequest, head: HeadInfo, found: PooledRows, activation: Activation, mark: int | None
 ) -> dict[str, Any]:
     if head.kind is HeadKind.POINTER and mark is not None:
         answers = pointer_answers(found, mark, activation)
@@ -56,4 +54,4 @@ def _answer(
         best = int(numbers.argmax())
         label = head.labels[best] if head.labels else str(best)  # a pointer's classes are the marked tokens, by place
         data.append({"index": index, "label": label, "probs": numbers.tolist(), "num_classes": len(numbers)})
-    return list_answer(request_id, card, data, pooled_usage(found))
+    return list_answer(served, data, pooled_usage(found))

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from deployments.api.endpoints.pair_scores import PairScores
 from deployments.api.endpoints.pooling_common import input_spec, pool_items
-from deployments.api.endpoints.scoring_common import check_items
+from deployments.api.endpoints.scoring_common import ServedRequest, check_items
 from deployments.api.generation.chat_request_builder import chat_ids
 from deployments.api.handler import RequestHandler
-from deployments.api.request_context import RequestContext
 from deployments.api.schemas.chat import Message
 from deployments.api.schemas.pooling import PoolingInput
 from deployments.errors import ApiError
@@ -38,35 +37,26 @@ def conversation_head(handler: RequestHandler, card: ModelCard) -> HeadInfo:
 
 
 async def score_conversations(
-    handler: RequestHandler,
-    context: RequestContext,
-    card: ModelCard,
-    conversations: Sequence[Sequence[Message]],
-    options: PoolingInput,
-    request_id: str,
-    field: str = "messages",
+    served: ServedRequest, conversations: Sequence[Sequence[Message]], options: PoolingInput, field: str = "messages"
 ) -> PairScores:
     """Scores each conversation as the chat template writes it.
 
     Args:
-        handler: Holds the backend and the chat template.
-        context: The HTTP request.
-        card: The model that is served.
+        served: The request.
         conversations: At least one, [N].
-        options: Says how the messages are rendered and cut, and holds `cache_salt` and `priority`.
-        request_id: Id of the request.
+        options: Says how the messages are rendered and cut.
         field: Name of the request's field that has an entry for each conversation, for errors.
 
     Raises:
         ApiError: The head gives no single number; or a conversation is too long, or gave a number that is not finite.
         ScoringError: The chat template refuses a conversation.
     """
-    head = conversation_head(handler, card)
+    handler = served.handler
+    head = conversation_head(handler, served.card)
     prompting = bool(options.add_generation_prompt)  # a head judges what was said
     options = options.model_copy(update={"add_generation_prompt": prompting})
-    items = [await chat_ids(handler, context, options, messages) for messages in conversations]
-    spec, salt, priority = input_spec(options, field), options.cache_salt, options.priority
-    found = await pool_items(handler, context, card, head, request_id, items, spec, salt=salt, priority=priority)
+    items = [await chat_ids(handler, served.context, options, messages) for messages in conversations]
+    found = await pool_items(served, head, items, input_spec(options, field))
     scores = pooled_items(found.rows, found.reply.values, found.reply.status, found.reply.cached, "none")
     check_items(scores.errors, field)
     raw = scores.probabilities[:, 0]

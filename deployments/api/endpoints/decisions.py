@@ -25,8 +25,8 @@ from deployments.api.schemas.decisions import (
 from deployments.errors import ApiError
 from deployments.protocol import ModelCard
 from engine.requests import ScoreRequest, ScoreResult
-from scoring.decision_prompts import FORMAT_VERSION, Entry, Option, Question
 from scoring.decisions import DecisionPlan, answer_probabilities, confidence, expected_level
+from scoring.prompts.decision_prompts import FORMAT_VERSION, Entry, Option, Question
 
 
 async def decisions(handler: RequestHandler, context: RequestContext) -> Response:

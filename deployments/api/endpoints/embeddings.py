@@ -22,7 +22,7 @@ from deployments.api.endpoints.pooling_common import (
     wants_activation,
     with_prompt,
 )
-from deployments.api.endpoints.scoring_common import list_answer, report_items
+from deployments.api.endpoints.scoring_common import ServedRequest, list_answer, report_items
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.embeddings import EmbeddingsRequest, EmbedRequest
@@ -34,16 +34,14 @@ async def embeddings(handler: RequestHandler, context: RequestContext) -> Respon
     """Answers POST /v1/embeddings. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, EmbeddingsRequest)
     card, head = await handler.pooling_head(body.model, context.route, (HeadKind.POOLED,))
+    served = ServedRequest(handler, context, card, new_id("embd-"), body.cache_salt, body.priority)
     embedding, normalise = embedding_of(head), wants_activation(body)
     if body.normalize is not None and normalise not in (None, body.normalize):
         raise invalid("normalize", "absent beside another `use_activation`", "both")
     normalise = normalise if body.normalize is None else body.normalize
     check_dimensions(head, embedding, body.dimensions)
     field, items = await read_inputs(handler, context, body, prompt_text(embedding, body.prompt_name))
-    request_id, spec = new_id("embd-"), input_spec(body, field)
-    found = await pool_items(
-        handler, context, card, head, request_id, items, spec, salt=body.cache_salt, priority=body.priority
-    )
+    found = await pool_items(served, head, items, input_spec(body, field))
     _check(handler, context, found, field)
     cut = vectors(embedding, found.reply.values, body.dimensions, normalise)
 
@@ -52,7 +50,7 @@ async def embeddings(handler: RequestHandler, context: RequestContext) -> Respon
             {"index": index, "object": "embedding", "embedding": encoded_vector(one, body.encoding_format)}
             for index, one in enumerate(cut)
         ]
-        return list_answer(request_id, card, data, pooled_usage(found))
+        return list_answer(served, data, pooled_usage(found))
 
     return await handler.sized_json(context, 4 * cut.nbytes, make)
 
@@ -61,13 +59,12 @@ async def embed(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /embed, which normalises unless the request says otherwise. Raises as `embeddings` does."""
     body = await handler.parse(context, EmbedRequest)
     card, head = await handler.pooling_head(body.model, context.route, (HeadKind.POOLED,))
+    served = ServedRequest(handler, context, card, new_id("embd-"), body.cache_salt, body.priority)
     embedding = embedding_of(head)
     check_dimensions(head, embedding, body.dimensions)
     items = with_prompt(body.inputs, prompt_text(embedding, body.prompt_name))
     spec = text_spec("inputs", cut=bool(body.truncate), cut_field="truncate", side=body.truncation_direction or "right")
-    found = await pool_items(
-        handler, context, card, head, new_id("embd-"), items, spec, salt=body.cache_salt, priority=body.priority
-    )
+    found = await pool_items(served, head, items, spec)
     _check(handler, context, found, "inputs")
     cut = vectors(embedding, found.reply.values, body.dimensions, body.normalize is not False)
     return await handler.sized_json(context, 4 * cut.nbytes, cut.tolist)

@@ -12,11 +12,13 @@ from starlette.responses import Response
 
 from deployments.api.endpoints import generative_scoring_continuations as continuations
 from deployments.api.endpoints.scoring_common import (
+    ServedRequest,
     check_items,
     check_size,
     column_layout,
     fill_template,
     query_of,
+    refuse_chat_fields,
     report_items,
     report_label_mass,
     row_layout,
@@ -31,13 +33,12 @@ from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.chat import Message
 from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.errors import describe, invalid
-from deployments.protocol import ModelCard
 from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
 from scoring.loglikelihood import Continuations
 from scoring.normalize import ItemScores, score_items
+from scoring.prompts.templates import FilledTemplate
 from scoring.row_builder import DEFAULT_FIELD_NAMES, FieldNames, PromptSpec
-from scoring.templates import FilledTemplate
 
 TEXT_FIELDS = (  # of a request that is no conversation
     "query", "items", "item_first", "seam", "truncate", "truncation_side", "max_item_tokens", "max_query_tokens",
@@ -49,6 +50,7 @@ async def generative_scoring(handler: RequestHandler, context: RequestContext) -
     """Answers POST /generative_scoring. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, ScoringRequest)
     card = await handler.language_model(body.model, context.route)
+    served = ServedRequest(handler, context, card, new_id("generative-scoring-"), body.cache_salt, body.priority)
     if body.messages is not None:
         body = await _with_conversations(handler, context, body, body.messages)
     else:
@@ -56,42 +58,24 @@ async def generative_scoring(handler: RequestHandler, context: RequestContext) -
     template = None if body.messages is not None else _fill_template(handler, body)
     _check_fields(handler, body, template)
     spec = _prompt_spec(handler, body, template)
-    request_id = new_id("generative-scoring-")
     if body.continuations is None:
-        size, answer = await _score_labels(handler, context, body, spec, card, request_id)
+        size, answer = await _score_labels(served, body, spec)
     else:
-        size, answer = await _score_continuations(handler, context, body, body.continuations, spec, card, request_id)
-    return await handler.sized_json(context, size, lambda: _head(request_id, card, body, template) | answer)
+        size, answer = await _score_continuations(served, body, body.continuations, spec)
+    return await handler.sized_json(context, size, lambda: _head(served, body, template) | answer)
 
 
-async def _score_labels(
-    handler: RequestHandler,
-    context: RequestContext,
-    body: ScoringRequest,
-    spec: PromptSpec,
-    card: ModelCard,
-    request_id: str,
-) -> tuple[int, dict[str, Any]]:
+async def _score_labels(served: ServedRequest, body: ScoringRequest, spec: PromptSpec) -> tuple[int, dict[str, Any]]:
     """Returns the rough size of the answer in bytes, and the answer."""
-    rows = await tokenize_rows(handler, context, query_of(body), body.items, spec, card)
+    handler, context = served.handler, served.context
+    rows = await tokenize_rows(served, query_of(body), body.items, spec)
     if body.label_token_ids is not None:
-        labels = check_label_ids(body.label_token_ids, card.vocab_size)
+        labels = check_label_ids(body.label_token_ids, served.card.vocab_size)
     else:
-        labels = await text_label_ids(handler, card, rows, body.labels, spec.template)
+        labels = await text_label_ids(served, rows, body.labels, spec.template)
     _check_items(body, rows.errors, rows.truncated)
     full, all_or_nothing = body.detail != "probabilities", body.on_item_error == "fail"
-    salt, priority = body.cache_salt, body.priority
-    reply = await submit_rows(
-        handler,
-        context,
-        request_id,
-        rows,
-        labels,
-        full=full,
-        all_or_nothing=all_or_nothing,
-        salt=salt,
-        priority=priority,
-    )
+    reply = await submit_rows(served, rows, labels, full=full, all_or_nothing=all_or_nothing)
     scores = score_items(
         rows, reply.label_logprobs, reply.status, reply.cached, softmax=body.apply_softmax is not False, full=full
     )
@@ -103,23 +87,18 @@ async def _score_labels(
 
 
 async def _score_continuations(
-    handler: RequestHandler,
-    context: RequestContext,
-    body: ScoringRequest,
-    given: Continuations,
-    spec: PromptSpec,
-    card: ModelCard,
-    request_id: str,
+    served: ServedRequest, body: ScoringRequest, given: Continuations, spec: PromptSpec
 ) -> tuple[int, dict[str, Any]]:
     """Returns the rough size of the answer in bytes, and the answer."""
-    rows = await continuations.tokenize_rows(handler, context, body, given, spec, card)
+    handler = served.handler
+    rows = await continuations.tokenize_rows(served, body, given, spec)
     _check_items(body, rows.errors, rows.truncated)
-    reply = await continuations.submit_rows(handler, context, body, request_id, rows)
+    reply = await continuations.submit_rows(served, body, rows)
     size = continuations.answer_size(rows)
     normalization = body.normalization or "none"
     items = await handler.off_loop(size, continuations.score_items, given, normalization, rows, reply)
     _check_items(body, items.errors, rows.truncated)
-    report_items(handler, context, rows.truncated, items.errors)
+    report_items(handler, served.context, rows.truncated, items.errors)
     return size, await handler.off_loop(size, continuations.answer, body, rows, items)
 
 
@@ -127,9 +106,7 @@ def _check_text_fields(body: ScoringRequest) -> None:
     """Raises ApiError for a request without items, and for fields of a conversation."""
     if not body.items:
         raise invalid("items", "given, or `messages`", "nothing")
-    for field in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
-        if getattr(body, field) is not None:
-            raise invalid(field, "absent without `messages`", describe(getattr(body, field)))
+    refuse_chat_fields(body)
 
 
 async def _with_conversations(
@@ -218,12 +195,12 @@ def _check_items(body: ScoringRequest, errors: dict[int, ItemError], items: Sequ
         check_items(errors, "items" if body.messages is None else "messages")
 
 
-def _head(request_id: str, card: ModelCard, body: ScoringRequest, template: FilledTemplate | None) -> dict[str, Any]:
+def _head(served: ServedRequest, body: ScoringRequest, template: FilledTemplate | None) -> dict[str, Any]:
     return {
-        "id": request_id,
+        "id": served.id,
         "object": "list",
         "created": int(time.time()),
-        "model": card.name,
+        "model": served.card.name,
         "template": template.template.name if template else body.template,  # of a guard, where messages are scored
         "prompt_format_version": template.template.version if template else None,
     }

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deployments.api.endpoints.scoring_common import check_size, prompt_limits, query_of, usage
+from deployments.api.endpoints.scoring_common import ServedRequest, check_size, prompt_limits, query_of, usage
 from deployments.api.handler import TEXT_COST, RequestHandler
-from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generative_scoring import ScoringRequest
 from deployments.errors import ApiError, invalid
-from deployments.protocol import LikelihoodReply, ModelCard
+from deployments.protocol import LikelihoodReply
 from engine.requests import LikelihoodRequest
 from scoring.errors import NONFINITE, ItemError
 from scoring.loglikelihood import (
@@ -55,12 +54,7 @@ def check_fields(handler: RequestHandler, body: ScoringRequest, continuations: C
 
 
 async def tokenize_rows(
-    handler: RequestHandler,
-    context: RequestContext,
-    body: ScoringRequest,
-    continuations: Continuations,
-    spec: PromptSpec,
-    card: ModelCard,
+    served: ServedRequest, body: ScoringRequest, continuations: Continuations, spec: PromptSpec
 ) -> LikelihoodRows:
     """Builds the rows of a request, at least one, off the event loop.
 
@@ -68,10 +62,11 @@ async def tokenize_rows(
         ApiError: The continuations have too many tokens together.
         ScoringError: The request as a whole is wrong.
     """
+    handler, context = served.handler, served.context
     size = TEXT_COST * context.body_bytes * (1 if spec.template is None else len(body.items))
     first = continuations.of(0)
     normalization_lengths(body.normalization or "none", first, [[]] * len(first))  # refuses what has no bytes
-    limit_s, limits = handler.settings.deadlines.scoring_s, prompt_limits(handler, card)
+    limit_s, limits = handler.settings.deadlines.scoring_s, prompt_limits(handler, served.card)
     rows = await handler.tokenize(
         context,
         limit_s,
@@ -91,25 +86,24 @@ async def tokenize_rows(
     return rows
 
 
-async def submit_rows(
-    handler: RequestHandler, context: RequestContext, body: ScoringRequest, request_id: str, rows: LikelihoodRows
-) -> LikelihoodReply:
+async def submit_rows(served: ServedRequest, body: ScoringRequest, rows: LikelihoodRows) -> LikelihoodReply:
     """Computes the log-probability of each continuation's tokens on a replica.
 
     Raises:
         ApiError: The deadline passed, or no replica takes the request.
     """
+    handler, context = served.handler, served.context
     limit_s = handler.settings.deadlines.scoring_s
     request = LikelihoodRequest(
-        request_id=request_id,
+        request_id=served.id,
         prefix=rows.prefix,
         ids=rows.ids,
         starts=rows.starts,
         shared=rows.shared,
         wanted=rows.target_lengths,
-        cache_salt=context.salt(body.cache_salt),
+        cache_salt=context.salt(served.salt),
         tenant=context.tenant,
-        priority=context.priority(body.priority),
+        priority=context.priority(served.priority),
         timeout_s=context.timeout_s(limit_s),
     )
     with handler.deadline(context, limit_s):

@@ -14,6 +14,7 @@ import numpy as np
 
 from deployments.api.endpoints.pooling_common import text_spec, with_prompt
 from deployments.api.endpoints.scoring_common import (
+    ServedRequest,
     check_items,
     check_size,
     submit_pooling,
@@ -22,7 +23,6 @@ from deployments.api.endpoints.scoring_common import (
     tokenize_rows,
 )
 from deployments.api.handler import RequestHandler
-from deployments.api.request_context import RequestContext
 from deployments.api.rerank_prompt import CONFIGURATION, RerankPrompt, remedy
 from deployments.errors import ApiError, from_item_error
 from deployments.protocol import ModelCard
@@ -32,9 +32,9 @@ from scoring.activation import pooled_items
 from scoring.embeddings import cosines
 from scoring.errors import ItemError, ScoreCode
 from scoring.normalize import Float64s, ItemScores, by_item, score_items
+from scoring.prompts.templates import Template
 from scoring.rerank import log_odds, relevance
 from scoring.row_builder import PromptSpec, ScoringRows, check_tokens, joined, unshared
-from scoring.templates import Template
 
 READ = {HeadKind.TOKEN: "single tokens", HeadKind.POINTER: "marked tokens"}
 COUNTS = (1, 2)  # labels that a language model's score may have: the logit of yes, or its distance to that of no
@@ -118,53 +118,40 @@ def pair_source(card: ModelCard, prompt: RerankPrompt) -> str | None:
 
 
 async def score_pairs(
-    handler: RequestHandler,
-    context: RequestContext,
-    card: ModelCard,
+    served: ServedRequest,
     queries: Sequence[str],
     texts: list[str],
     spec_of: Callable[[str], PromptSpec],
-    request_id: str,
     *,
     all_or_nothing: bool = True,
-    salt: str | None = None,
-    priority: int | None = None,
 ) -> PairScores:
     """Scores each text beside its query.
 
     Args:
-        handler: Holds the backend.
-        context: The HTTP request.
-        card: The model that is served.
+        served: The request.
         queries: One query for all texts, or one for each.
         texts: The texts, [N].
         spec_of: Returns how a query is joined with texts.
-        request_id: Id of the request.
         all_or_nothing: A text that the model cannot read fails the request; else only if it can read none.
-        salt: The request's `cache_salt`.
-        priority: The request's `priority`.
 
     Raises:
         ApiError: A text is wrong, too long, or gave a number that is not finite.
         ScoringError: The request as a whole is wrong.
     """
-    head = card.head
+    handler, head = served.handler, served.card.head
     if head is not None and head.kind is HeadKind.POOLED:
-        spec = spec_of(queries[0])
-        return await _cosines(
-            handler, context, card, head, queries, texts, spec, request_id, all_or_nothing, salt, priority
-        )
+        return await _cosines(served, queries, texts, spec_of(queries[0]), all_or_nothing)
     specs = [spec_of(query)._replace(pairs=head is not None and head.encoder) for query in queries]
     field = specs[0].names.items
     if len(queries) == 1:
-        rows = await tokenize_rows(handler, context, queries[0], texts, specs[0], card)
+        rows = await tokenize_rows(served, queries[0], texts, specs[0])
     else:
         each = zip(queries, texts, specs, strict=True)
-        parts = [await tokenize_rows(handler, context, query, [text], spec, card) for query, text, spec in each]
+        parts = [await tokenize_rows(served, query, [text], spec) for query, text, spec in each]
         rows = joined(parts, field)
         check_tokens(len(rows.ids), handler.limits["max_request_tokens"], field)
     unread = _unread_texts(rows, field, all_or_nothing)
-    scores, raw = await _scored(handler, context, card, rows, specs[0], request_id, salt, priority)
+    scores, raw = await _scored(served, rows, specs[0])
     check_items({index: error for index, error in scores.errors.items() if index not in unread}, field)
     return PairScores(
         raw,
@@ -189,27 +176,17 @@ def _unread_texts(rows: ScoringRows, field: str, all_or_nothing: bool) -> dict[i
     return rows.errors
 
 
-async def _scored(
-    handler: RequestHandler,
-    context: RequestContext,
-    card: ModelCard,
-    rows: ScoringRows,
-    spec: PromptSpec,
-    request_id: str,
-    salt: str | None,
-    priority: int | None,
-) -> tuple[ItemScores, Float64s]:
+async def _scored(served: ServedRequest, rows: ScoringRows, spec: PromptSpec) -> tuple[ItemScores, Float64s]:
     """Returns the scores of items, and the log-odds or the model's own number of each, [N]."""
-    if card.head is not None:
-        rows = unshared(rows) if card.head.whole_rows else rows
-        pooled = await submit_pooling(handler, context, request_id, rows, card.head, salt=salt, priority=priority)
+    head = served.card.head
+    if head is not None:
+        rows = unshared(rows) if head.whole_rows else rows
+        pooled = await submit_pooling(served, rows, head)
         scores = pooled_items(rows, pooled.values, pooled.status, pooled.cached, "none")
         return scores, scores.probabilities[:, 0]
-    labels = await text_label_ids(handler, card, rows, None, spec.template)
+    labels = await text_label_ids(served, rows, None, spec.template)
     single = len(labels) == 1
-    reply = await submit_rows(
-        handler, context, request_id, rows, labels, full=False, raw_logits=single, salt=salt, priority=priority
-    )
+    reply = await submit_rows(served, rows, labels, full=False, raw_logits=single)
     if single:
         scores = pooled_items(rows, reply.label_logprobs, reply.status, reply.cached, "none")
         return scores, scores.probabilities[:, 0]
@@ -218,19 +195,12 @@ async def _scored(
 
 
 async def _cosines(
-    handler: RequestHandler,
-    context: RequestContext,
-    card: ModelCard,
-    head: HeadInfo,
-    queries: Sequence[str],
-    texts: list[str],
-    spec: PromptSpec,
-    request_id: str,
-    all_or_nothing: bool,
-    salt: str | None,
-    priority: int | None,
+    served: ServedRequest, queries: Sequence[str], texts: list[str], spec: PromptSpec, all_or_nothing: bool
 ) -> PairScores:
     """Compares vectors. The prompts that the model names `query` and `document` are written where it has them."""
+    handler, head = served.handler, served.card.head
+    if head is None:
+        raise RuntimeError("Vectors are the answers of a pooled head.")
     prompts = {} if head.embedding is None else dict(head.embedding.prompts)
     default = "" if head.embedding is None else prompts.get(head.embedding.default_prompt or "", "")
     names = spec.names
@@ -244,7 +214,7 @@ async def _cosines(
             maximum=min(maxima, default=None),
             side=spec.truncation_side,
         )
-        return await tokenize_rows(handler, context, "", with_prompt(side, prompt), single, card)
+        return await tokenize_rows(served, "", with_prompt(side, prompt), single)
 
     first, own = prompts.get("query", default), prompts.get("document", default)
     check_size(handler, len(queries) + len(texts), head.width, names.items)
@@ -256,7 +226,7 @@ async def _cosines(
     unread = _unread_texts(found, names.items, all_or_nothing)
     both = joined([asked, found], names.items)
     check_tokens(len(both.ids), handler.limits["max_request_tokens"], names.items)
-    reply = await submit_pooling(handler, context, request_id, both, head, salt=salt, priority=priority)
+    reply = await submit_pooling(served, both, head)
     count = len(queries)
     failed = np.flatnonzero(reply.status != RowStatus.OK)
     if len(failed):

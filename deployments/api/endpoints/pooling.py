@@ -23,7 +23,7 @@ from deployments.api.endpoints.pooling_common import (
     vectors,
     wants_activation,
 )
-from deployments.api.endpoints.scoring_common import list_answer, report_items
+from deployments.api.endpoints.scoring_common import ServedRequest, list_answer, report_items
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.pooling import PoolingBody
@@ -41,6 +41,7 @@ async def pooling(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /pooling. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, PoolingBody)
     card, head = await handler.pooling_head(body.model, context.route, KINDS)
+    served = ServedRequest(handler, context, card, new_id("pool-"), body.cache_salt, body.priority)
     _check_fields(body, head)
     prompt = ""
     if head.embedding is not None:
@@ -48,24 +49,12 @@ async def pooling(handler: RequestHandler, context: RequestContext) -> Response:
         check_dimensions(head, head.embedding, body.dimensions)
     mark = _mark(handler, body, head)
     field, items = await read_inputs(handler, context, body, prompt)
-    request_id, spec = new_id("pool-"), input_spec(body, field)
-    found = await pool_items(
-        handler,
-        context,
-        card,
-        head,
-        request_id,
-        items,
-        spec,
-        mark=mark,
-        salt=body.cache_salt,
-        priority=body.priority,
-    )
+    found = await pool_items(served, head, items, input_spec(body, field), mark=mark)
     check_finite(found, field)
     report_items(handler, context, found.rows.truncated)
 
     def make() -> dict[str, Any]:
-        return list_answer(request_id, card, _data(body, head, found, mark), pooled_usage(found))
+        return list_answer(served, _data(body, head, found, mark), pooled_usage(found))
 
     return await handler.sized_json(context, found.reply.values.nbytes * 4, make)
 

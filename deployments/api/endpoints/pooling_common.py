@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from deployments.api.endpoints.scoring_common import (
+    ServedRequest,
     check_items,
     check_size,
+    refuse_chat_fields,
     submit_pooling,
     tokenize_rows,
     usage,
@@ -17,8 +19,7 @@ from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.pooling import PoolingInput
 from deployments.api.schemas.score import ScoreBody
-from deployments.errors import ApiError, describe, invalid
-from deployments.protocol import ModelCard
+from deployments.errors import ApiError, invalid
 from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
 from engine.requests import PoolingResult, PoolingTask
 from scoring.activation import Activation, activate, default_activation
@@ -28,8 +29,6 @@ from scoring.normalize import Float32s, Float64s
 from scoring.pointer import pointer_scores, with_last_tokens
 from scoring.process_rewards import token_positions
 from scoring.row_builder import FieldNames, Int32s, Items, PromptSpec, Query, ScoringRows, Side, unshared
-
-CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
 class PooledRows(NamedTuple):
@@ -52,9 +51,7 @@ async def read_inputs(
     if (body.input is None) == (body.messages is None):
         raise invalid("input", "given, or `messages`, but not both", "neither" if body.input is None else "both")
     if body.input is not None:
-        for field in CHAT_FIELDS:
-            if getattr(body, field) is not None:
-                raise invalid(field, "absent without `messages`", describe(getattr(body, field)))
+        refuse_chat_fields(body)
         return "input", with_prompt(body.input, prompt)
     prompting = bool(body.add_generation_prompt)  # a head judges what was said: no turn is opened unless it is wanted
     body = body.model_copy(update={"add_generation_prompt": prompting})
@@ -119,17 +116,7 @@ def text_spec(
 
 
 async def pool_items(
-    handler: RequestHandler,
-    context: RequestContext,
-    card: ModelCard,
-    head: HeadInfo,
-    request_id: str,
-    items: Items,
-    spec: PromptSpec,
-    *,
-    mark: int | None = None,
-    salt: str | None = None,
-    priority: int | None = None,
+    served: ServedRequest, head: HeadInfo, items: Items, spec: PromptSpec, *, mark: int | None = None
 ) -> PooledRows:
     """Computes what the head answers for each input.
 
@@ -137,10 +124,10 @@ async def pool_items(
         ApiError: An input is wrong, too long, or gave a number that is not finite.
         ScoringError: The request as a whole is wrong.
     """
-    field = spec.names.items
+    handler, field = served.handler, spec.names.items
     check_size(handler, len(items), head.width, field)
     query: Query = "" if isinstance(items[0], str) else []
-    rows = await tokenize_rows(handler, context, query, items, spec, card)
+    rows = await tokenize_rows(served, query, items, spec)
     check_items(rows.errors, field)
     positions = None
     rows = unshared(rows) if head.whole_rows else rows
@@ -148,7 +135,7 @@ async def pool_items(
         rows, positions = token_positions(rows, mark, field)
         positions = with_last_tokens(rows, positions) if head.kind is HeadKind.POINTER else positions
         check_size(handler, len(positions), head.width, field)
-    reply = await submit_pooling(handler, context, request_id, rows, head, positions, salt=salt, priority=priority)
+    reply = await submit_pooling(served, rows, head, positions)
     return PooledRows(rows, positions, reply)
 
 

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from deployments.api.endpoints.pooling_common import text_spec
 from deployments.api.endpoints.scoring_common import (
+    ServedRequest,
     check_items,
     check_size,
     report_items,
@@ -18,7 +19,6 @@ from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.embeddings import PredictRequest
 from deployments.errors import invalid
-from deployments.protocol import ModelCard
 from engine.model.heads.info import HeadInfo, HeadKind
 from scoring.activation import default_activation, pooled_items
 from scoring.row_builder import PromptSpec, ScoringRows, joined, unshared
@@ -28,14 +28,13 @@ async def predict(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /predict. Raises ApiError or ScoringError for a request that is refused."""
     body = await handler.parse(context, PredictRequest)
     card, head = await handler.pooling_head(body.model, context.route, (HeadKind.SEQUENCE,))
+    served = ServedRequest(handler, context, card, new_id("predict-"), body.cache_salt, body.priority)
     check_size(handler, len(body.inputs.texts), head.width, "inputs")
     side = body.truncation_direction or "right"
     single = text_spec("inputs", cut=bool(body.truncate), cut_field="truncate", side=side)
-    rows = await _rows(handler, context, body.inputs.texts, single, card, head)
+    rows = await _rows(served, head, body.inputs.texts, single)
     check_items(rows.errors, "inputs")
-    reply = await submit_pooling(
-        handler, context, new_id("predict-"), rows, head, salt=body.cache_salt, priority=body.priority
-    )
+    reply = await submit_pooling(served, rows, head)
     activation = "none" if body.raw_scores else default_activation(head.width, head.problem_type)
     scores = pooled_items(rows, reply.values, reply.status, reply.cached, activation)
     check_items(scores.errors, "inputs")
@@ -52,17 +51,10 @@ async def predict(handler: RequestHandler, context: RequestContext) -> Response:
     return await handler.sized_json(context, 4 * scores.probabilities.nbytes, make)
 
 
-async def _rows(
-    handler: RequestHandler,
-    context: RequestContext,
-    texts: list[list[str]],
-    single: PromptSpec,
-    card: ModelCard,
-    head: HeadInfo,
-) -> ScoringRows:
+async def _rows(served: ServedRequest, head: HeadInfo, texts: list[list[str]], single: PromptSpec) -> ScoringRows:
     """Builds a row of each text, or pair of texts, which only an encoder reads."""
     if all(len(one) == 1 for one in texts):
-        rows = await tokenize_rows(handler, context, "", [one[0] for one in texts], single, card)
+        rows = await tokenize_rows(served, "", [one[0] for one in texts], single)
         return unshared(rows) if head.whole_rows else rows
     if not head.encoder:
         raise invalid(
@@ -70,9 +62,9 @@ async def _rows(
         )
     pair = PromptSpec(pairs=True, truncate=single.truncate, truncation_side=single.truncation_side, names=single.names)
     parts = [
-        await tokenize_rows(handler, context, one[0], [one[1]], pair, card)
+        await tokenize_rows(served, one[0], [one[1]], pair)
         if len(one) == 2
-        else await tokenize_rows(handler, context, "", one, single, card)
+        else await tokenize_rows(served, "", one, single)
         for one in texts
     ]
     return _with_segments(parts)

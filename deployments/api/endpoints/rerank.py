@@ -12,21 +12,25 @@ from starlette.responses import Response
 
 from deployments.api.endpoints.conversation_scores import score_conversations
 from deployments.api.endpoints.pair_scores import PairScores, pair_template, score_pairs
-from deployments.api.endpoints.pooling_common import CHAT_FIELDS
-from deployments.api.endpoints.scoring_common import check_size, report_items
+from deployments.api.endpoints.scoring_common import (
+    CHAT_FIELDS,
+    ServedRequest,
+    check_size,
+    refuse_chat_fields,
+    report_items,
+)
 from deployments.api.handler import RequestHandler
 from deployments.api.json_body import HALF
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.chat import Message
-from deployments.api.schemas.known_fields import REFUSED, is_neutral
 from deployments.api.schemas.pooling import PoolingInput
 from deployments.api.schemas.rerank import RerankRequest
 from deployments.errors import describe, invalid
 from deployments.protocol import ModelCard
 from scoring.errors import ItemError
+from scoring.prompts.templates import Template, fill
 from scoring.rerank import Ranked, document_text, ranked
 from scoring.row_builder import FieldNames, PromptSpec
-from scoring.templates import Template, fill
 
 TEXTS_ROUTE, V2_ROUTE = "/rerank", "/v2/rerank"
 INSTRUCTIONS = ("instruction", "instruct")
@@ -71,14 +75,15 @@ async def rank(
     Raises:
         ApiError, ScoringError: The request is refused.
     """
-    card, request_id = await handler.served(body.model), new_id("rerank-")
+    card = await handler.served(body.model)
+    served = ServedRequest(handler, context, card, new_id("rerank-"), body.cache_salt, body.priority)
     if body.messages is None:
-        documents, scored = await _scored_texts(handler, context, body, card, request_id, field)
+        documents, scored = await _scored_texts(served, body, field)
     else:
-        documents, scored = await _scored_conversations(handler, context, body, card, request_id, field)
+        documents, scored = await _scored_conversations(served, body, field)
     top_n = None if body.texts is not None else body.top_n
     order = ranked(scored.raw if _wants_raw(body) else scored.activated, top_n, scored.errors)
-    ranking = Ranking(request_id, order, scored.truncated, scored.prompt_tokens, scored.cached_tokens)
+    ranking = Ranking(served.id, order, scored.truncated, scored.prompt_tokens, scored.cached_tokens)
     report_items(handler, context, scored.truncated, scored.errors)
     size = context.body_bytes + ENTRY_BYTES * len(ranking.order)
 
@@ -89,15 +94,12 @@ async def rank(
     return await handler.sized_json(context, size, make)
 
 
-async def _scored_texts(
-    handler: RequestHandler, context: RequestContext, body: RerankRequest, card: ModelCard, request_id: str, field: str
-) -> tuple[Documents, PairScores]:
+async def _scored_texts(served: ServedRequest, body: RerankRequest, field: str) -> tuple[Documents, PairScores]:
     """Scores each text beside the query."""
+    handler, context, card = served.handler, served.context, served.card
     if body.query is None:
         raise invalid("query", "given", "nothing")
-    for name in CHAT_FIELDS:
-        if not is_neutral(getattr(body, name), REFUSED[name]):
-            raise invalid(name, "absent without `messages`", describe(getattr(body, name)))
+    refuse_chat_fields(body)
     template = pair_template(handler, card)
     documents = await handler.off_loop(context.body_bytes, _documents, handler, context, body, field)
     labels = 1 if template is None or card.head is not None else len(template.labels)
@@ -106,19 +108,7 @@ async def _scored_texts(
     def spec_of(query: str) -> PromptSpec:
         return _prompt_spec(handler, body, query, template, documents)
 
-    scored = await score_pairs(
-        handler,
-        context,
-        card,
-        [body.query],
-        documents.texts,
-        spec_of,
-        request_id,
-        all_or_nothing=False,
-        salt=body.cache_salt,
-        priority=body.priority,
-    )
-    return documents, scored
+    return documents, await score_pairs(served, [body.query], documents.texts, spec_of, all_or_nothing=False)
 
 
 def _failures(errors: Mapping[int, ItemError]) -> dict[str, Any]:
@@ -127,9 +117,7 @@ def _failures(errors: Mapping[int, ItemError]) -> dict[str, Any]:
     return {"errors": listed} if listed else {}
 
 
-async def _scored_conversations(
-    handler: RequestHandler, context: RequestContext, body: RerankRequest, card: ModelCard, request_id: str, field: str
-) -> tuple[Documents, PairScores]:
+async def _scored_conversations(served: ServedRequest, body: RerankRequest, field: str) -> tuple[Documents, PairScores]:
     """Scores conversations by a reward model: those of `messages`, or its only one with each document as an answer."""
     for name in OF_TEXTS:
         if getattr(body, name) is not None:
@@ -142,20 +130,18 @@ async def _scored_conversations(
     documents = Documents([], "messages", False)
     conversations = given
     if single:
-        documents = _documents(handler, context, body, field)
+        documents = _documents(served.handler, served.context, body, field)
         if HALF in documents.texts:
             place = f"{documents.field}[{documents.texts.index(HALF)}]"
             raise invalid(place, "Unicode text", "half of a surrogate pair")
         conversations = [[*given, Message.model_construct(role="assistant", content=text)] for text in documents.texts]
     elif body.return_documents or body.return_text:
         raise invalid("return_documents", "false without `documents`", "true")
-    check_size(handler, len(conversations), 1, documents.field)
-    names = (*CHAT_FIELDS, "truncate_prompt_tokens", "priority", "cache_salt")
-    options = {name: getattr(body, name) for name in names}
+    check_size(served.handler, len(conversations), 1, documents.field)
+    options = {name: getattr(body, name) for name in (*CHAT_FIELDS, "truncate_prompt_tokens")}
     options["truncation_side"] = _either(body, "truncation_side", "truncation_direction")
     read = PoolingInput.model_construct(**options)
-    found = await score_conversations(handler, context, card, conversations, read, request_id, documents.field)
-    return documents, found
+    return documents, await score_conversations(served, conversations, read, documents.field)
 
 
 def _documents(handler: RequestHandler, context: RequestContext, body: RerankRequest, field: str) -> Documents:

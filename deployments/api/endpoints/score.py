@@ -11,11 +11,14 @@ from starlette.responses import Response
 
 from deployments.api.endpoints.conversation_scores import score_conversations
 from deployments.api.endpoints.pair_scores import PairScores, pair_template, score_pairs
-from deployments.api.endpoints.pooling_common import CHAT_FIELDS, wants_activation
+from deployments.api.endpoints.pooling_common import wants_activation
 from deployments.api.endpoints.scoring_common import (
+    CHAT_FIELDS,
+    ServedRequest,
     check_items,
     check_size,
     list_answer,
+    refuse_chat_fields,
     report_items,
     report_label_mass,
     score_usage,
@@ -26,15 +29,14 @@ from deployments.api.endpoints.scoring_common import (
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.chat import Message
-from deployments.api.schemas.known_fields import REFUSED, is_neutral
 from deployments.api.schemas.pooling import PoolingInput
 from deployments.api.schemas.score import ScoreBody
 from deployments.errors import describe, invalid
 from deployments.protocol import ModelCard
 from scoring.labels import check_label_ids
 from scoring.normalize import score_items
+from scoring.prompts.templates import Template, fill
 from scoring.row_builder import FieldNames, Items, PromptSpec, Query
-from scoring.templates import Template, fill
 
 SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"))
 OF_ITEMS = ("query", "items", "label_token_ids", "apply_softmax", "item_first")
@@ -65,9 +67,7 @@ async def scoring(handler: RequestHandler, context: RequestContext) -> Response:
     body = await handler.parse(context, ScoreBody)
     if body.messages is not None:
         return await _messages(handler, context, body, body.messages)
-    for name in CHAT_FIELDS:
-        if not is_neutral(getattr(body, name), REFUSED[name]):
-            raise invalid(name, "absent without `messages`", describe(getattr(body, name)))
+    refuse_chat_fields(body)
     sides = _sides(body)
     if sides is not None:
         return await _pairs(handler, context, body, sides)
@@ -102,6 +102,7 @@ def _sides(body: ScoreBody) -> Sides | None:
 
 async def _pairs(handler: RequestHandler, context: RequestContext, body: ScoreBody, sides: Sides) -> Response:
     card = await handler.served(body.model)
+    served = ServedRequest(handler, context, card, new_id("score-"), body.cache_salt, body.priority)
     template = pair_template(handler, card)
     check_size(handler, len(sides.texts), 1 if template is None else max(1, len(template.labels)), sides.second)
     activated = wants_activation(body) is not False
@@ -109,30 +110,12 @@ async def _pairs(handler: RequestHandler, context: RequestContext, body: ScoreBo
     def spec_of(query: str) -> PromptSpec:
         return _pair_spec(handler, body, template, query, sides)
 
-    request_id = new_id("score-")
-    found = await score_pairs(
-        handler,
-        context,
-        card,
-        sides.queries,
-        sides.texts,
-        spec_of,
-        request_id,
-        salt=body.cache_salt,
-        priority=body.priority,
-    )
-    return await _answer_scores(handler, context, card, found, request_id, activated=activated)
+    found = await score_pairs(served, sides.queries, sides.texts, spec_of)
+    return await _answer_scores(served, found, activated=activated)
 
 
-async def _answer_scores(
-    handler: RequestHandler,
-    context: RequestContext,
-    card: ModelCard,
-    found: PairScores,
-    request_id: str,
-    *,
-    activated: bool,
-) -> Response:
+async def _answer_scores(served: ServedRequest, found: PairScores, *, activated: bool) -> Response:
+    handler, context = served.handler, served.context
     report_items(handler, context, found.truncated)
 
     def make() -> dict[str, Any]:
@@ -141,7 +124,7 @@ async def _answer_scores(
             {"index": index, "object": "score", "score": score} | ({"truncated": True} if cut else {})
             for index, (score, cut) in enumerate(zip(numbers, found.truncated, strict=True))
         ]
-        return list_answer(request_id, card, data, usage(found.prompt_tokens, found.cached_tokens))
+        return list_answer(served, data, usage(found.prompt_tokens, found.cached_tokens))
 
     return await handler.sized_json(context, context.body_bytes, make)
 
@@ -176,13 +159,11 @@ async def _messages(
             raise invalid(name, "absent beside `messages`", describe(getattr(body, name)))
     activated = wants_activation(body) is not False
     card = await handler.served(body.model)
+    served = ServedRequest(handler, context, card, new_id("score-"), body.cache_salt, body.priority)
     conversations = [given] if isinstance(given[0], Message) else given
-    options = {name: getattr(body, name) for name in (*CHAT_FIELDS, *CUTS, "priority", "cache_salt")}
-    request_id = new_id("score-")
-    found = await score_conversations(
-        handler, context, card, conversations, PoolingInput.model_construct(**options), request_id
-    )
-    return await _answer_scores(handler, context, card, found, request_id, activated=activated)
+    options = {name: getattr(body, name) for name in (*CHAT_FIELDS, *CUTS)}
+    found = await score_conversations(served, conversations, PoolingInput.model_construct(**options))
+    return await _answer_scores(served, found, activated=activated)
 
 
 # Items and labels.
@@ -198,11 +179,11 @@ async def _items(handler: RequestHandler, context: RequestContext, body: ScoreBo
     labels = check_label_ids(given, card.vocab_size)
     if not items:
         return handler.json(context, _answer(card, [], usage(0, 0), []))
-    rows = await tokenize_rows(handler, context, query, items, _prompt_spec(handler, body), card)
+    served = ServedRequest(handler, context, card, new_id("score-"), body.cache_salt, body.priority)
+    rows = await tokenize_rows(served, query, items, _prompt_spec(handler, body))
     check_items(rows.errors, "items")
     softmax = bool(body.apply_softmax)
-    id, salt, priority = new_id("score-"), body.cache_salt, body.priority
-    reply = await submit_rows(handler, context, id, rows, labels, full=not softmax, salt=salt, priority=priority)
+    reply = await submit_rows(served, rows, labels, full=not softmax)
     scores = score_items(rows, reply.label_logprobs, reply.status, reply.cached, softmax=softmax, full=not softmax)
     check_items(scores.errors, "items")
     report_items(handler, context, rows.truncated)

@@ -3,7 +3,7 @@
 import base64
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,17 +11,30 @@ import numpy.typing as npt
 from deployments.api.handler import MAX_NAMED_FIELDS, TEXT_COST, RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generative_scoring import ScoringRequest
-from deployments.errors import ApiError, from_item_error
+from deployments.api.schemas.known_fields import REFUSED, is_neutral
+from deployments.errors import ApiError, describe, from_item_error, invalid
 from deployments.protocol import ModelCard
 from engine.model.heads.info import HeadInfo
 from engine.requests import PoolingRequest, PoolingResult, ScoreRequest, ScoreResult
 from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
 from scoring.normalize import ItemScores
+from scoring.prompts.templates import FilledTemplate, fill
 from scoring.row_builder import Items, PromptLimits, PromptSpec, Query, ScoringRows, build_rows
-from scoring.templates import FilledTemplate, fill
 
 FAILED_ITEMS = "x-assay-failed-items"
+CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+class ServedRequest(NamedTuple):
+    """Holds what every step of one scoring request needs."""
+
+    handler: RequestHandler
+    context: RequestContext  # of the HTTP request
+    card: ModelCard  # of the model that is served
+    id: str
+    salt: str | None  # the request's `cache_salt`
+    priority: int | None  # the request's `priority`
 
 
 def check_size(handler: RequestHandler, items: int, labels: int, field: str) -> None:
@@ -31,6 +44,14 @@ def check_size(handler: RequestHandler, items: int, labels: int, field: str) -> 
         if given > maximum:
             message = f"The request's {what} must be at most {maximum}. Given: {given}. Send fewer items."
             raise ApiError("request_too_large", message, field)
+
+
+def refuse_chat_fields(body: object) -> None:
+    """Raises ApiError for a field of conversations that a request without `messages` gives."""
+    for name in CHAT_FIELDS:
+        value = getattr(body, name)
+        if value is not None and not is_neutral(value, REFUSED[name]):
+            raise invalid(name, "absent without `messages`", describe(value))
 
 
 def fill_template(handler: RequestHandler, name: str, given: Mapping[str, str | None]) -> FilledTemplate:
@@ -64,29 +85,23 @@ def query_of(body: ScoringRequest) -> Query:
     return "" if body.query is None else body.query
 
 
-async def tokenize_rows(
-    handler: RequestHandler, context: RequestContext, query: Query, items: Items, spec: PromptSpec, card: ModelCard
-) -> ScoringRows:
+async def tokenize_rows(served: ServedRequest, query: Query, items: Items, spec: PromptSpec) -> ScoringRows:
     """Builds the rows of a request, off the event loop. Raises ScoringError for the request as a whole."""
+    handler, context = served.handler, served.context
     template_chars = 0 if spec.template is None else spec.template.template.chars
     size = TEXT_COST * (context.body_bytes + len(items) * template_chars)
     limit_s = handler.settings.deadlines.scoring_s
-    limits = prompt_limits(handler, card)
+    limits = prompt_limits(handler, served.card)
     return await handler.tokenize(context, limit_s, size, build_rows, handler.tokenizer, query, items, spec, limits)
 
 
 async def text_label_ids(
-    handler: RequestHandler,
-    card: ModelCard,
-    rows: ScoringRows,
-    texts: Sequence[str] | None,
-    template: FilledTemplate | None,
+    served: ServedRequest, rows: ScoringRows, texts: Sequence[str] | None, template: FilledTemplate | None
 ) -> list[int]:
     """Returns the ids of labels given as text, at the end of these rows.
 
     Args:
-        handler: Holds the tokenizer.
-        card: The model that is served.
+        served: The request.
         rows: The rows that the labels follow.
         texts: The request's labels; None for the template's own.
         template: The request's template, if it has one.
@@ -96,56 +111,49 @@ async def text_label_ids(
     """
     own = None if template is None else template.template
     if texts is None and own is not None and own.fixed_labels:
-        return check_label_ids(own.label_ids, card.vocab_size)
+        return check_label_ids(own.label_ids, served.card.vocab_size)
     if texts is None:
         texts = () if own is None else own.labels
-    size = TEXT_COST * len(rows.suffix) * len(texts)
+    handler, size = served.handler, TEXT_COST * len(rows.suffix) * len(texts)
     found = await handler.off_loop(size, label_ids, handler.tokenizer, texts, rows.suffix, plain=own is not None)
-    return check_label_ids(found, card.vocab_size)
+    return check_label_ids(found, served.card.vocab_size)
 
 
 async def submit_rows(
-    handler: RequestHandler,
-    context: RequestContext,
-    request_id: str,
+    served: ServedRequest,
     rows: ScoringRows,
     labels: list[int],
     *,
     full: bool,
     raw_logits: bool = False,
     all_or_nothing: bool = True,
-    salt: str | None = None,
-    priority: int | None = None,
 ) -> ScoreResult:
     """Computes the labels' log-probabilities after each row on a replica.
 
     Args:
-        handler: Holds the backend.
-        context: The HTTP request.
-        request_id: Id of the scoring request.
+        served: The request.
         rows: At least one row.
         labels: Label ids, [L].
         full: Log-probabilities over the whole vocabulary, else only among the labels.
         raw_logits: The labels' logits in place of log-probabilities; excludes `full`.
         all_or_nothing: A failed row fails the request.
-        salt: The request's `cache_salt`.
-        priority: The request's `priority`.
 
     Raises:
         ApiError: The deadline passed, or no replica takes the request.
     """
+    handler, context = served.handler, served.context
     limit_s = handler.settings.deadlines.scoring_s
     request = ScoreRequest(
-        request_id=request_id,
+        request_id=served.id,
         prefix=rows.prefix,
         ids=rows.ids,
         starts=rows.starts,
         labels=np.array(labels, np.int32),
         full=full,
         raw_logits=raw_logits,
-        cache_salt=context.salt(salt),
+        cache_salt=context.salt(served.salt),
         tenant=context.tenant,
-        priority=context.priority(priority),
+        priority=context.priority(served.priority),
         timeout_s=context.timeout_s(limit_s),
     )
     with handler.deadline(context, limit_s):
@@ -155,43 +163,32 @@ async def submit_rows(
 
 
 async def submit_pooling(
-    handler: RequestHandler,
-    context: RequestContext,
-    request_id: str,
-    rows: ScoringRows,
-    head: HeadInfo,
-    positions: npt.NDArray[np.int32] | None = None,
-    *,
-    salt: str | None = None,
-    priority: int | None = None,
+    served: ServedRequest, rows: ScoringRows, head: HeadInfo, positions: npt.NDArray[np.int32] | None = None
 ) -> PoolingResult:
     """Computes the pooling head's numbers of each row on a replica. A failed row fails the request.
 
     Args:
-        handler: Holds the backend.
-        context: The HTTP request.
-        request_id: Id of the request.
+        served: The request.
         rows: At least one row, which shares nothing with others where the head reads whole rows.
         head: The model's head.
         positions: The places in `rows.ids` that have answers; None: each row has one.
-        salt: The request's `cache_salt`.
-        priority: The request's `priority`.
 
     Raises:
         ApiError: The deadline passed, or no replica takes the request.
     """
+    handler, context = served.handler, served.context
     limit_s = handler.settings.deadlines.scoring_s
     request = PoolingRequest(
-        request_id=request_id,
+        request_id=served.id,
         prefix=rows.prefix,
         ids=rows.ids,
         starts=rows.starts,
         task=head.task,
         positions=np.zeros(0, np.int32) if positions is None else positions,
         segments=rows.segments,
-        cache_salt=context.salt(salt),
+        cache_salt=context.salt(served.salt),
         tenant=context.tenant,
-        priority=context.priority(priority),
+        priority=context.priority(served.priority),
         timeout_s=context.timeout_s(limit_s),
     )
     with handler.deadline(context, limit_s):
@@ -247,13 +244,13 @@ def score_usage(scores: ItemScores) -> dict[str, Any]:
     return usage(int(np.add.reduce(scores.prompt_tokens)), int(np.add.reduce(scores.cached_tokens)))
 
 
-def list_answer(request_id: str, card: ModelCard, data: list[Any], usage: dict[str, Any]) -> dict[str, Any]:
+def list_answer(served: ServedRequest, data: list[Any], usage: dict[str, Any]) -> dict[str, Any]:
     """Returns an answer that lists `data`, in the form of OpenAI's API."""
     return {
-        "id": request_id,
+        "id": served.id,
         "object": "list",
         "created": int(time.time()),
-        "model": card.name,
+        "model": served.card.name,
         "data": data,
         "usage": usage,
     }

@@ -8,16 +8,16 @@ from typing import Any
 
 from starlette.responses import Response
 
+from deployments.api.endpoints.scoring_common import refuse_chat_fields
 from deployments.api.generation.chat_request_builder import chat_ids
 from deployments.api.handler import TEXT_COST, RequestHandler, check_ids
 from deployments.api.prompt_formats import chat_source
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.info import DetokenizeRequest, TokenizeRequest
-from deployments.errors import describe, invalid, too_many_tokens
+from deployments.errors import invalid, too_many_tokens
 from engine.tokenizer.tokenizer import TooManyTokens
 
 LIMIT = "max_tokenize_tokens"
-CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
 async def tokenize(handler: RequestHandler, context: RequestContext) -> Response:
@@ -40,9 +40,7 @@ async def tokenize(handler: RequestHandler, context: RequestContext) -> Response
 async def _prompt_ids(handler: RequestHandler, body: TokenizeRequest) -> list[int]:
     if body.prompt is None:
         raise invalid("prompt", "given, or `messages`", "neither")
-    for field in CHAT_FIELDS:
-        if getattr(body, field) is not None:
-            raise invalid(field, "absent without `messages`", describe(getattr(body, field)))
+    refuse_chat_fields(body)
     special = body.add_special_tokens is not False
     size = TEXT_COST * len(body.prompt)
     encode, maximum = handler.tokenizer.encode_batch, handler.limits[LIMIT]

@@ -25,7 +25,7 @@ from deployments.api.schemas.pooling import PoolingInput
 from deployments.errors import ApiError, describe, invalid
 from deployments.protocol import ModelCard
 from gpu_sampler.sampling_params import SamplingParams
-from scoring.chat_template import ChatTemplate, RenderedPart, encode_parts
+from scoring.prompts.chat_template import ChatTemplate, RenderedPart, encode_parts
 
 
 async def plan_chat(

@@ -31,19 +31,19 @@ def at(error: PydanticCustomError, *loc: str | int) -> ValidationError:
     return ValidationError.from_exception_data("body", [InitErrorDetails(type=error, loc=loc, input=None)])
 
 
-def one_of_kinds(kinds: Mapping[str, type[Body]], key: str = "type", default: str | None = None) -> Pick:
-    """Returns a validator that reads an object as the model that its `key` names. Errors have its fields' paths."""
+def one_of_kinds(kinds: Mapping[str, type[Body]], default: str | None = None) -> Pick:
+    """Returns a validator that reads an object as the model that its `type` names. Errors have its fields' paths."""
     allowed = "one of " + ", ".join(kinds)
 
     def pick(value: object, info: ValidationInfo) -> Body:
         if not isinstance(value, dict):
             raise refused("an object", describe(value))
-        kind = value.get(key)
+        kind = value.get("type")
         kind = default if kind is None else kind
         if kind == "input_image":
-            raise at(refused(f"{allowed}: images are not supported", kind, "unsupported_parameter"), key)
+            raise at(refused(f"{allowed}: images are not supported", kind, "unsupported_parameter"), "type")
         if not isinstance(kind, str) or kind not in kinds:
-            raise at(refused(allowed, "nothing" if kind is None else describe(kind)), key)
+            raise at(refused(allowed, "nothing" if kind is None else describe(kind)), "type")
         return kinds[kind].model_validate(value, context=info.context)
 
     return pick

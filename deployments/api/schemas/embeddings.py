@@ -2,11 +2,12 @@
 
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, PlainValidator, RootModel, ValidationInfo
+from pydantic import BaseModel, PlainValidator, RootModel, ValidationInfo
 
 from deployments.api.schemas.fields import (
     AtLeastOne,
     Body,
+    Direction,
     Name,
     Priority,
     Salt,
@@ -19,22 +20,12 @@ from deployments.api.schemas.fields import (
 from deployments.api.schemas.pooling import EncodingFormat, PoolingInput, PoolingUsage
 from deployments.errors import describe
 
-SIDES = ("left", "right")
-
 
 class PredictInputs(NamedTuple):
     """Holds lists of one or two texts, and whether the request was a batch of them."""
 
     texts: list[list[str]]
     batch: bool
-
-
-def side(value: object) -> object:
-    """Returns a side in lower case."""
-    return value.lower() if isinstance(value, str) and value.lower() in SIDES else value
-
-
-Direction = Annotated[Literal["left", "right"] | None, BeforeValidator(side)]
 
 
 def texts_and_pairs(limit: str) -> Any:

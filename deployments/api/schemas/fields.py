@@ -5,7 +5,7 @@ another while the models stay declared once. The length of a list is checked bef
 """
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, PlainValidator, ValidationInfo
 from pydantic_core import PydanticCustomError
@@ -46,6 +46,14 @@ def check_size(value: list[Any], minimum: int, maximum: int) -> None:
     """Refuses a list that is too short or too long."""
     if not minimum <= len(value) <= maximum:
         raise refused(f"a list of {minimum} to {maximum} entries", f"{len(value)} entries")
+
+
+def _lower_side(value: object) -> object:
+    return value.lower() if isinstance(value, str) and value.lower() in ("left", "right") else value
+
+
+Direction = Annotated[Literal["left", "right"] | None, BeforeValidator(_lower_side)]
+"""A side, in whatever case."""
 
 
 def check_string(value: object, minimum: int, maximum: int, where: str = "") -> str:
@@ -225,7 +233,7 @@ def prompts(limit: str = "max_prompts", null: bool = False) -> Any:
     return PlainValidator(check, json_schema_input_type=(kinds | None) if null else kinds)
 
 
-def biases(limit: str = "max_logit_bias") -> Any:
+def biases() -> Any:
     """Returns a validator of `{id: number}` with decimal keys that makes a tuple of pairs."""
 
     def check(value: object, info: ValidationInfo) -> tuple[tuple[int, float], ...] | None:
@@ -233,8 +241,9 @@ def biases(limit: str = "max_logit_bias") -> Any:
             return None
         if not isinstance(value, dict):
             raise refused("an object of token ids and numbers", describe(value))
-        if len(value) > bound(info, limit):
-            raise refused(f"an object of at most {bound(info, limit)} entries", f"{len(value)} entries")
+        maximum = bound(info, "max_logit_bias")
+        if len(value) > maximum:
+            raise refused(f"an object of at most {maximum} entries", f"{len(value)} entries")
         return tuple((_bias_key(key), _bias_value(entry)) for key, entry in value.items())
 
     return PlainValidator(check, json_schema_input_type=dict[str, float] | None)

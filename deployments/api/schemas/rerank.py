@@ -2,12 +2,13 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, PlainValidator, ValidationInfo
+from pydantic import BaseModel, PlainValidator, ValidationInfo
 
 from deployments.api.schemas.chat import Conversations, TemplateValues, content_text
 from deployments.api.schemas.fields import (
     Body,
     Count,
+    Direction,
     Name,
     Salt,
     bound,
@@ -23,7 +24,6 @@ from deployments.errors import ErrorBody, describe
 
 Document = str | dict[str, Any]
 IMAGES = ("image", "image_url", "images")
-SIDES = ("left", "right")
 
 
 def texts_or_objects(limit: str, null: bool = True) -> Any:
@@ -75,11 +75,6 @@ def _document(entry: object, maximum: int, index: int) -> Document:
     return entry
 
 
-def _side(value: object) -> object:
-    """Returns a side in lower case."""
-    return value.lower() if isinstance(value, str) and value.lower() in SIDES else value
-
-
 class PineconeParameters(Body):
     """Holds the options of Pinecone's reranker."""
 
@@ -114,7 +109,7 @@ class RerankRequest(Body):
     truncate_prompt_tokens: Annotated[int, one_of(lambda x: x == -1 or 1 <= x < 2**31, "-1 or >= 1")] | None = None
     truncation_side: Literal["left", "right"] | None = None
     truncate: bool | None = None
-    truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_side)] = None
+    truncation_direction: Direction = None
     raw_scores: bool | None = None
     use_activation: bool | None = None
     activation: bool | None = None

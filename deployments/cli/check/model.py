@@ -28,7 +28,7 @@ from engine.model.compatibility import UnsupportedModel
 from engine.model.file_digests import verify_files
 from engine.model.loader import UnsupportedDraft, check_pair
 from engine.tokenizer.tokenizer import load_tokenizer
-from scoring.templates import compile_templates
+from scoring.prompts.templates import compile_templates
 
 
 class ModelMemory(NamedTuple):

@@ -16,7 +16,6 @@ from engine.model.compatibility import UnsupportedModel
 from engine.model.heads.row_pooling import Pooling
 
 MODULES = "modules.json"
-CHAIN = ("Transformer", "Pooling", "Dense", "Normalize")
 MODES = {"cls": Pooling.CLS, "mean": Pooling.MEAN, "lasttoken": Pooling.LAST}  # by the names that the files use
 OLD_MODES = {  # of files before version 6, in which each mode has a switch
     "pooling_mode_cls_token": "cls",

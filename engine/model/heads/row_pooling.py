@@ -30,19 +30,3 @@ def pool_rows(hidden_TH: torch.Tensor, indptr: torch.Tensor, pooling: Pooling) -
         return torch.segment_reduce(hidden_TH.float(), "mean", lengths=indptr.diff(), unsafe=True)
     at = indptr[:-1] if pooling is Pooling.CLS else indptr[1:] - 1
     return hidden_TH[at].float()
-
-
-def normalise(vectors_RH: torch.Tensor, dimensions: int | None = None) -> torch.Tensor:
-    """Returns vectors of length 1.
-
-    Args:
-        vectors_RH: f32 [R, H].
-        dimensions: How many of their first numbers to keep, for models that were trained so (Matryoshka
-            representation learning, Kusupati et al., 2022). None: all.
-
-    Raises:
-        ValueError: The vectors have fewer numbers.
-    """
-    if dimensions is not None and not 1 <= dimensions <= vectors_RH.shape[1]:
-        raise ValueError(f"`dimensions` must be in [1, {vectors_RH.shape[1]}]. Given: {dimensions}.")
-    return torch.nn.functional.normalize(vectors_RH[:, :dimensions], dim=1)

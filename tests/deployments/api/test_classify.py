@@ -11,7 +11,7 @@ from deployments.config.settings import ApiSettings, ChatSettings
 from deployments.limits import Limits
 from engine.model.heads.info import HeadInfo, HeadKind
 from scoring.errors import ScoringLimits
-from scoring.templates import TemplateSpec
+from scoring.prompts.templates import TemplateSpec
 
 BOS = 256
 PATHS = ("/classify", "/v1/classify")

@@ -24,8 +24,8 @@ from deployments.limits import Limits
 from engine.model.checkpoint import BUILTIN
 from engine.requests import ScoreRequest
 from engine.tokenizer.tokenizer import Tokenizer
-from scoring.chat_template import ChatTemplate
-from scoring.decision_prompts import SYSTEM
+from scoring.prompts.chat_template import ChatTemplate
+from scoring.prompts.decision_prompts import SYSTEM
 from tools.builtin_model import evaluate, grammar
 
 RED = "A pine chair for reading, sturdy and red, made in Lisbon."

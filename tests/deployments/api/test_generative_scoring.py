@@ -12,7 +12,7 @@ from deployments.api.schemas.generative_scoring import ScoringResponse
 from deployments.config.settings import ApiSettings
 from deployments.limits import Limits
 from scoring.errors import ScoringLimits
-from scoring.templates import PRESETS, TemplateSpec
+from scoring.prompts.templates import PRESETS, TemplateSpec
 
 ASK = TemplateSpec(
     prefix="<eos>{{ instruction }}|{{ query }}|", suffix="?", labels=("y", "n"), defaults={"instruction": "match"}

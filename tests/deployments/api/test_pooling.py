@@ -14,7 +14,7 @@ from deployments.config.sections import RerankArgs
 from deployments.config.settings import ApiSettings, ChatSettings
 from deployments.limits import Limits, WireLimits
 from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
-from scoring.templates import TemplateSpec
+from scoring.prompts.templates import TemplateSpec
 
 BOS, EOS = 256, 257
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"

@@ -23,7 +23,7 @@ from deployments.api.rerank_prompt import RerankPrompt, choose_rerank_prompt, re
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import SamplingDefaults
 from engine.tokenizer.tokenizer import load_tokenizer
-from scoring.templates import TemplateRefused, compile_templates
+from scoring.prompts.templates import TemplateRefused, compile_templates
 
 BUILTIN = Path(__file__).parents[3] / "engine" / "builtin" / "target"
 CONTROLS = ("<|im_start|>", "<|im_end|>")

@@ -12,7 +12,7 @@ from deployments.config.sections import RerankArgs
 from deployments.config.settings import ApiSettings
 from deployments.limits import Limits, WireLimits
 from scoring.errors import ScoringLimits
-from scoring.templates import TemplateSpec
+from scoring.prompts.templates import TemplateSpec
 
 PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 ASK = TemplateSpec(

@@ -13,7 +13,7 @@ from deployments.api.schemas.rerank_dialects import (
 )
 from deployments.config.sections import RerankArgs
 from deployments.config.settings import ApiSettings
-from scoring.templates import TemplateSpec
+from scoring.prompts.templates import TemplateSpec
 
 ASK = TemplateSpec(prefix="{{ query }}|", suffix="?", labels=("y", "n"))
 DOCS = ["alpha", "be", "gamma ray"]

@@ -21,8 +21,8 @@ from deployments.config.settings import SamplingDefaults
 from engine.model.checkpoint import BUILTIN
 from engine.requests import ScoreRequest
 from engine.tokenizer.tokenizer import load_tokenizer
+from scoring.prompts.templates import compile_templates
 from scoring.rerank import rerank_template
-from scoring.templates import compile_templates
 from tools.builtin_model import evaluate
 
 CLOSE: Final = 1e-4

@@ -13,7 +13,7 @@ from deployments.config.app_args import HARD_LIMITS, AppArgs
 from deployments.config.sections import RerankArgs
 from deployments.config.settings import SamplingDefaults
 from deployments.limits import Limits
-from scoring.templates import PRESETS, TemplateSpec
+from scoring.prompts.templates import PRESETS, TemplateSpec
 
 CONFIGS = Path(__file__).parents[3] / "deployments" / "configs"
 

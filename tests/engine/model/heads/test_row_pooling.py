@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.model.heads.row_pooling import Pooling, normalise, pool_rows
+from engine.model.heads.row_pooling import Pooling, pool_rows
 
 LENGTHS = (3, 1, 700, 2)
 
@@ -19,15 +19,3 @@ def test_a_row_is_pooled_by_itself_in_float32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(means, torch.stack([row.mean(0) for row in rows]), rtol=0, atol=1e-6)
     alone = [pool_rows(row.to(dtype), torch.tensor([0, len(row)]), Pooling.MEAN) for row in rows]
     assert torch.equal(means, torch.cat(alone))
-
-
-def test_vectors_are_cut_before_they_are_normalised() -> None:
-    vectors = torch.tensor([[3.0, 4.0, 12.0]])
-    torch.testing.assert_close(normalise(vectors), vectors / 13)
-    torch.testing.assert_close(normalise(vectors, dimensions=2), torch.tensor([[0.6, 0.8]]))
-
-
-@pytest.mark.parametrize("dimensions", [0, 4])
-def test_dimensions_that_the_vectors_lack_are_refused(dimensions: int) -> None:
-    with pytest.raises(ValueError, match=rf"`dimensions` must be in \[1, 3\]. Given: {dimensions}"):
-        normalise(torch.ones(1, 3), dimensions)

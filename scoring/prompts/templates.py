@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from scoring.cross_encoder_files import ScoreActivation
 from scoring.errors import ScoringError, refusal
 from scoring.labels import label_ids
-from scoring.sandbox import SourceError, TemplatePiece, TemplateSource, compile_source
+from scoring.prompts.cross_encoder_files import ScoreActivation
+from scoring.prompts.sandbox import SourceError, TemplatePiece, TemplateSource, compile_source
 from scoring.tokenizer_protocol import TokenizerProtocol
 
 

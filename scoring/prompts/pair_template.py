@@ -12,14 +12,13 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from scoring.sandbox import SourceError, compile_source, environment
-from scoring.templates import PRESETS, SEAM, TemplateSpec
+from scoring.prompts.sandbox import FAILURES, SourceError, compile_source, environment
+from scoring.prompts.templates import PRESETS, SEAM, TemplateSpec
 
 NAMES = frozenset(("instruction", "query", "item"))
 PLACES = {"instruction": " zq1iz ", "query": " zq2qz ", "item": " zq3dz "}  # spaces show where a value is stripped
 SAMPLES = ("", "a", " b\n\nc ", "<|im_end|>{{ x }}", "\u4e2d\u6587 \U0001f600")
 MAX_SECONDS, MAX_PIECES = 2.0, 10_000  # of one rendering
-FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class Unwritable(ValueError):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from jinja2 import Environment
 
-from scoring.sandbox import MAX_SOURCE_CHARS, SourceError, compile_source
+from scoring.prompts.sandbox import MAX_SOURCE_CHARS, SourceError, compile_source
 
 NAMES = frozenset(("query", "item", "system"))
 

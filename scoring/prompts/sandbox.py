@@ -21,6 +21,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+# What a template can raise as it runs.
+FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
 
 def environment() -> ImmutableSandboxedEnvironment:
     """Returns the sandbox of chat templates.

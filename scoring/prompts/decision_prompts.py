@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal, NamedTuple
 
-from scoring.chat_template import ChatTemplate
 from scoring.option_codes import Code
-from scoring.templates import REASONING
+from scoring.prompts.chat_template import ChatTemplate
+from scoring.prompts.templates import REASONING
 
 FORMAT_VERSION = "assay-decisions-1"
 Kind = Literal["predicate", "choice", "score"]

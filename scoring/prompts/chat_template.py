@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 
 from scoring.errors import ScoreCode, ScoringError, refusal
-from scoring.sandbox import TemplateRaised, environment
+from scoring.prompts.sandbox import FAILURES, TemplateRaised, environment
 from scoring.tokenizer_protocol import TokenizerProtocol
 
 Message = Mapping[str, object]
 Messages = Sequence[Message]
 
-FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 PROBE = "Ab3 xyz."  # a message's text that no template has reason to treat specially
 MARK_SLACK = 8  # marks are longer than what they stand for: the bound while rendering is so many times the real one
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scoring.errors import ScoreCode, ScoringError, ScoringLimits
+from scoring.prompts.templates import PRESETS, Template, TemplateRefused, TemplateSpec, compile_templates, fill
 from scoring.row_builder import FieldNames, PromptLimits, PromptSpec, ScoringRows, build_rows
-from scoring.templates import PRESETS, Template, TemplateRefused, TemplateSpec, compile_templates, fill
 
 CHAT = TemplateSpec(
     prefix="<|user|>{% if system %}{{ system }}\n{% endif %}find {{ query }}\n",

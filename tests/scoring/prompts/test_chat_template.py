@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.tokenizer.tokenizer import load_tokenizer
-from scoring.chat_template import ChatTemplate, RenderedPart, encode_parts
 from scoring.errors import ScoreCode, ScoringError
+from scoring.prompts.chat_template import ChatTemplate, RenderedPart, encode_parts
 
 BUILTIN = Path(__file__).parents[2] / "engine" / "builtin" / "target" / "tokenizer_config.json"
 CONTROLS = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
