@@ -168,8 +168,8 @@ def cut_short() -> RetryableError:
 
 
 def left_behind() -> RetryableError:
-    """Returns the error of a call whose replica answers no canary. It casts no suspicion on the request."""
-    return RetryableError("unavailable", replica_lost())
+    """Returns the error of a call whose replica answers no canary. Perhaps this request has frozen it."""
+    return RetryableError("unavailable", replica_lost(), isolated=True)
 
 
 def handed_off() -> RetryableError:
@@ -202,7 +202,7 @@ class ReplicaCaller:
         self._selector = selector
         self._admission = admission
         self._metrics = metrics
-        self._limits: dict[int, TimeLimit] = {}  # by ticket of a call that waits for its reply
+        self._limits: dict[int, TimeLimit] = {}  # by ticket of a call that waits for its reply, and may leave
         self._left: set[int] = set()  # tickets of calls whose replica was left
 
     def rank(self, call: AnyCall, exclude: Collection[str] = ()) -> tuple[str, ...]:
@@ -234,7 +234,9 @@ class ReplicaCaller:
         """Returns the reply to a call that was made. Raises RetryableError or ApiError."""
         first = common(call)
         try:
-            limit = self._limits[route.ticket] = TimeLimit(first.timeout_s + GRACE_S)
+            limit = TimeLimit(first.timeout_s + GRACE_S)
+            if not first.isolated:
+                self._limits[route.ticket] = limit
             with self.errors(route), limit:
                 reply: object = await response
         except TimeoutError:
@@ -251,7 +253,10 @@ class ReplicaCaller:
         return reply
 
     def leave(self, replicas: Collection[str]) -> None:
-        """Ends the calls that wait for these replicas, so that they are sent to others."""
+        """Ends the calls that wait for these replicas, so that they are sent to others.
+
+        A call that runs isolated stays: what becomes of the replica tells whether the request is at fault.
+        """
         for ticket, limit in self._limits.items():
             if self.loads.where(ticket) in replicas:
                 self._left.add(ticket)

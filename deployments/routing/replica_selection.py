@@ -149,9 +149,10 @@ class _Fleet:
 def _without(
     order: npt.NDArray[np.intp], names: Sequence[str], exclude: Collection[str], suspects: Collection[str]
 ) -> npt.NDArray[np.intp]:
-    """Leaves out replicas; the suspects only if there are others."""
-    left = [place for place in order.tolist() if names[place] not in exclude]
-    return np.array([place for place in left if names[place] not in suspects] or left, np.intp)
+    """Leaves out the suspects if there are others, and those to exclude: if the others are all excluded, none is."""
+    well = [place for place in order.tolist() if names[place] not in suspects]
+    left = [place for place in well or order.tolist() if names[place] not in exclude]
+    return np.array(left or (well if suspects else []), np.intp)
 
 
 def _prefix(call: AnyCall) -> Int32s:

@@ -203,7 +203,7 @@ class ResumableStreams:
         self, call: GenerateCall, epoch: int, route: Route, state: RetryState
     ) -> AsyncGenerator[object, None]:
         responses, errors = self._transport.stream(call, route, epoch), self._caller.errors(route)
-        stream = _OpenStream(route.ticket, self._loop.time() + common(call).timeout_s + GRACE_S)
+        stream = _OpenStream(route.ticket, self._loop.time() + common(call).timeout_s + GRACE_S, state)
         self._open.add(stream)
         if self._cut:
             stream.give_up(self._loop.time())
@@ -235,9 +235,9 @@ class ResumableStreams:
         return ended_by_drain() if self._cut else handed_off()
 
     def leave(self, replicas: Collection[str]) -> None:
-        """Moves the streams of these replicas to others."""
+        """Moves the streams of these replicas to others, but not one that runs isolated: see `ReplicaCaller.leave`."""
         for stream in self._open:
-            if self._caller.loads.where(stream.ticket) in replicas:
+            if not stream.state.isolated and self._caller.loads.where(stream.ticket) in replicas:
                 stream.left_behind = True
                 stream.give_up(self._loop.time())
 
@@ -255,9 +255,10 @@ class ResumableStreams:
 class _OpenStream:
     """Represents a stream that is being read, until its deadline or until its reader gives it up."""
 
-    def __init__(self, ticket: int, until: float) -> None:
+    def __init__(self, ticket: int, until: float, state: RetryState) -> None:
         """`until`: the deadline, on the running loop's clock."""
         self.ticket = ticket
+        self.state = state
         self.left_behind = False  # its replica answers no canary
         self.given_up = False
         self._until = until

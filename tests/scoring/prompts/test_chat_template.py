@@ -14,7 +14,7 @@ from engine.tokenizer.tokenizer import load_tokenizer
 from scoring.errors import ScoreCode, ScoringError
 from scoring.prompts.chat_template import ChatTemplate, RenderedPart, encode_parts
 
-BUILTIN = Path(__file__).parents[2] / "engine" / "builtin" / "target" / "tokenizer_config.json"
+BUILTIN = Path(__file__).parents[3] / "engine" / "builtin" / "target" / "tokenizer_config.json"
 CONTROLS = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": None}
 TURNS = (
