@@ -14,7 +14,6 @@ import json
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -94,7 +93,7 @@ class Report:
     """Holds the requests that were sent, and the findings."""
 
     requests: int = 0
-    statuses: dict[str, Counter[int]] = field(default_factory=dict)
+    statuses: dict[str, dict[int, int]] = field(default_factory=dict)
     costs: dict[str, Cost] = field(default_factory=dict)
     health_longest_s: float = 0.0
     health_looks: int = 0
@@ -109,7 +108,12 @@ class Report:
     def answered(self, route: str, status: int) -> None:
         """Counts an answer."""
         self.requests += 1
-        self.statuses.setdefault(route, Counter())[status] += 1
+        counts = self.statuses.setdefault(route, {})
+        counts[status] = counts.get(status, 0) + 1
+
+    def json(self) -> str:
+        """Returns the report as JSON."""
+        return json.dumps(asdict(self), indent=2) + "\n"
 
     def text(self) -> str:
         """Returns the report for a terminal."""
@@ -329,7 +333,7 @@ def main() -> int:
         parser.error(str(error))
     print(report.text())
     if given.out:
-        given.out.write_text(json.dumps(asdict(report), indent=2) + "\n", "utf-8")
+        given.out.write_text(report.json(), "utf-8")
     return int(bool(report.findings))
 
 

@@ -42,6 +42,7 @@ async def findings(status: int, body: bytes) -> list[str]:
         run._routes = await run._fields()
         await asyncio.gather(*(run._bad_input() for _ in range(20)))
         assert run.report.requests == 20 and run.report.costs["/tokenize"].largest_answer == len(body)
+        assert json.loads(run.report.json())["statuses"] == {"/tokenize": {str(status): 20}}
         return run.report.findings
 
 
