@@ -25,6 +25,8 @@ UNKNOWN_BUDGET = 512  # tokens of a step for whose end others wait, before any t
 REACH = 2  # times the largest of the latest steps: beyond that the line is a guess, and others would wait for it
 SHARED_STEP_S = {"cpu": 0.01, "cuda": 0.1}  # while requests of several tenants come
 STEP_S = {"cpu": 0.1, "cuda": 0.4}  # a large model's matrix products lose a twentieth in shorter steps of a GPU
+FIXED_SHARE = 1 / 8  # of a step at most: a large model on a CPU would lose half its rate in short ones
+WAITED_FIXED_SHARE = 1 / 2  # of one for whose end others wait, or whose time the configuration bounds
 DECAY = 0.9  # weight that a step keeps with each later one
 OUTLIER_FACTOR = 2.0  # times longer or shorter than expected
 MIN_KNOWN_STEPS = 3  # steps after which an outlier is passed over
@@ -177,6 +179,7 @@ class StepTimeModel:
         self._token_budget, self._decode_gap_s = config.token_budget, config.decode_gap_s
         self._min_budget = MIN_BUDGET[device.type]
         self._step_s = STEP_S[device.type] if config.max_step_s is None else config.max_step_s
+        self._fixed_share = FIXED_SHARE if config.max_step_s is None else WAITED_FIXED_SHARE
         self._shared_step_s = min(SHARED_STEP_S[device.type], self._step_s)
         self._fits = {kind: StepTimeFit() for kind in StepKind}
         self._row_fits = {drafting: StepTimeFit() for drafting in (False, True)}
@@ -190,7 +193,10 @@ class StepTimeModel:
             several_tenants: whether requests of several tenants come.
         """
         fit = self._fits[kind]
-        within = fit.tokens_within(self._decode_gap_s if decoding else self._step_s)
+        if decoding:
+            within = fit.tokens_within(self._decode_gap_s)
+        else:
+            within = fit.tokens_within(self._step_s, self._fixed_share)
         if several_tenants:
             within = min(within, fit.tokens_within(self._shared_step_s))
         if decoding or several_tenants:
@@ -259,8 +265,8 @@ class StepTimeFit:
         if not self._alike:
             self._slope = (self._ns / self._weight - n * s) / spread
 
-    def tokens_within(self, seconds: float) -> float:
-        """Returns the tokens of a step that takes `seconds`, or twice its fixed part if that is longer.
+    def tokens_within(self, seconds: float, fixed_share: float = WAITED_FIXED_SHARE) -> float:
+        """Returns the tokens of a step that takes `seconds`, or one whose fixed part is `fixed_share` of it, if longer.
 
         Where the fixed part is most of a step, shorter ones would not end much sooner, and would do far less. The
         result is infinite while nothing is known.
@@ -268,7 +274,7 @@ class StepTimeFit:
         if not self._steps:
             return float("inf")
         fixed, each = self._parts()
-        return float("inf") if each <= 0 else max(seconds - fixed, fixed) / each
+        return float("inf") if each <= 0 else max(seconds - fixed, fixed / fixed_share - fixed) / each
 
     @property
     def knows_parts(self) -> bool:

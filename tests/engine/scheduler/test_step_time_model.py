@@ -155,6 +155,16 @@ def test_without_a_length_in_the_configuration_steps_are_as_long_as_suits_the_de
         assert made.max_tokens(SCORE, decoding=False) == pytest.approx(10_000 * seconds, abs=1)
 
 
+@pytest.mark.parametrize(("step", "seconds"), [(None, 0.4), (0.1, 0.1)])
+def test_alone_a_step_is_long_enough_for_what_each_takes(step: float | None, seconds: float) -> None:
+    """Each step takes 50 ms besides its tokens, as with a model whose weights do not fit a CPU's caches."""
+    made = budgets(token_budget=16_384, step=step)
+    for tokens in (100, 200, 400):
+        made.add(SCORE, tokens, 0.05 + 0.001 * tokens)
+    assert made.max_tokens(SCORE, decoding=False) == pytest.approx((seconds - 0.05) / 0.001, abs=1)
+    assert made.max_tokens(SCORE, decoding=True) == pytest.approx(50, abs=1)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_while_requests_of_several_tenants_come_steps_of_every_kind_are_short(device: str) -> None:
     made, seconds = budgets(token_budget=16_384, step=None, device=torch.device(device)), SHARED_STEP_S[device]
