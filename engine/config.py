@@ -242,6 +242,8 @@ class EngineOptions:
     """Compiles the decoder layers with torch.compile. GPU only."""
     fuse_projections: bool = True
     """Computes the projections of q, k and v as one matrix product, and those of gate and up."""
+    restrict_last_layer: bool = True
+    """Computes what follows attention in the last layer for the tokens alone whose logits are needed."""
     graphs: bool = True
     """Runs decode steps as CUDA graphs. GPU only."""
     max_graph_batch_size: Annotated[int, Range(2, MAX_RUNNING_BOUND)] = 256

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from benchmarks.service import clock_service
-from benchmarks.service.clock_service import ClockModel, ClockSampler, Engine, first_of
+from benchmarks.service.clock_service import ClockModel, ClockSampler, Engine
+from benchmarks.support.earlier import first_of
 from gpu_sampler.output import SampleOutput
 
 pack: Any = first_of("engine.batch:pack", "engine.batch.input_batch:pack")

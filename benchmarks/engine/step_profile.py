@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.service.clock_service import first_of
+from benchmarks.support.earlier import first_of
 from gpu_sampler.sampler import Fetched
 
 Sequences: Any = first_of("engine.batch:Run", "engine.batch.input_batch:ScheduledSequence")

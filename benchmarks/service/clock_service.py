@@ -5,7 +5,6 @@ other code is the service's own. Serve imports `build`. The module runs on the s
 modules have other names, so that two commits can be compared on the same cores.
 """
 
-import importlib
 import os
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import torch
 from ray.serve import Application
 
 from benchmarks.support import h200
+from benchmarks.support.earlier import first_of
 from deployments import app
 from gpu_sampler.output import SampleOutput
 from gpu_sampler.sampler import Sampler
@@ -27,21 +27,6 @@ SPEED = float(os.environ.get("ASSAY_CLOCK_SPEED", "1"))  # of the device, in H20
 DECODE_S, ROW_S, TOKEN_S = h200.DECODE_S / SPEED, h200.ROW_S / SPEED, h200.TOKEN_S / SPEED
 FIRST_ID = 300  # of what the clock samples; the built-in tokenizer's ids from here on are texts
 SLOTS = 1 << 18
-
-
-def first_of(*places: str) -> Any:
-    """Returns the first of several `module:name` that exists.
-
-    Names of earlier commits stand first. Where the project is installed in place, Python finds a module that the
-    earlier commit lacks in the installed one, so a newer name is found beside any sources.
-    """
-    for place in places:
-        module, name = place.split(":")
-        try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):
-            continue
-    raise ImportError(f"None of {places} exists.")
 
 
 AppArgs: Any = first_of("deployments.config:AppArgs", "deployments.config.app_args:AppArgs")

@@ -78,19 +78,26 @@ class _ForwardContext(threading.local):
     Python objects, so that the step cannot be an argument."""
 
     step: AttentionStep | None = None
+    wanted: torch.Tensor | None = None
 
 
 _context = _ForwardContext()
 
 
 @contextmanager
-def forward_context(step: AttentionStep) -> Iterator[None]:
-    """Makes `step` the one that the model's layers attend in, on this thread."""
-    before, _context.step = _context.step, step
+def forward_context(step: AttentionStep, wanted: torch.Tensor | None = None) -> Iterator[None]:
+    """Makes `step` the one that the model's layers attend in, on this thread.
+
+    Args:
+        step: The planned step.
+        wanted: i64 [R], the tokens whose output of the last layer is read. None: all.
+    """
+    before = _context.step, _context.wanted
+    _context.step, _context.wanted = step, wanted
     try:
         yield
     finally:
-        _context.step = before
+        _context.step, _context.wanted = before
 
 
 def current_step() -> AttentionStep:
@@ -102,6 +109,11 @@ def current_step() -> AttentionStep:
     if _context.step is None:
         raise RuntimeError("The model was called outside of a step: `forward_context(step)` must be around the call.")
     return _context.step
+
+
+def wanted_rows() -> torch.Tensor | None:
+    """Returns the wanted rows, i64 [R], of the step that this thread runs; None for all."""
+    return _context.wanted
 
 
 def _output_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:

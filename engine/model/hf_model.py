@@ -2,7 +2,7 @@
 
 The plain path is `forward`: `pack` makes the step's arrays, the backend plans their attention, `full_rows` calls the
 model. Everything that exists for speed is behind a switch of `EngineConfig`: `compile`, `graphs`,
-`prefill_graph_tokens`, `fuse_projections`, `skinny_gemm`.
+`prefill_graph_tokens`, `fuse_projections`, `restrict_last_layer`, `skinny_gemm`.
 """
 
 import os
@@ -52,6 +52,7 @@ from engine.model.lm_head import (
 from engine.model.optimize.compile import TRIED_TOKENS, compile_layers, compile_outer_modules, record_outer_modules
 from engine.model.optimize.decoder_layers import decoder_layers
 from engine.model.optimize.fused_projections import fuse_projections
+from engine.model.optimize.last_layer import restrict_last_layer
 from engine.model.optimize.skinny_linear import skinny_step, use_skinny_linears
 from engine.model.packing_check import PackingCheck, find_head
 from engine.model.startup_progress import StartupProgress, silent, timed
@@ -163,8 +164,9 @@ class HFModel:
             proof = PackingCheck(self.probed, max_model_len=self.max_model_len, seed=self._engine.seed)
             proof.run()
         with timed("fuse projections", progress):
-            fused = fuse_projections(module) if self._engine.fuse_projections else 0
-        if fused:
+            changed = fuse_projections(module) if self._engine.fuse_projections else 0
+            changed += restrict_last_layer(module, self.probed.attentions) if self._engine.restrict_last_layer else 0
+        if changed:
             with timed("second packing check", progress):
                 proof.run()
         if self._engine.numerics == "invariant":
@@ -255,11 +257,11 @@ class HFModel:
 
     @torch.no_grad()
     def fill(self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> None:
-        """Writes keys and values; see `CausalLM`. Eager steps skip the head."""
+        """Writes keys and values; see `CausalLM`. Eager steps skip the head and most of the last layer."""
         if self._replayed(kind, sequences, token_table) is not None:
             return
         batch = self._pack(kind, sequences, token_table)
-        with forward_context(self._backend.plan(batch)):
+        with forward_context(self._backend.plan(batch), batch.keep_rows[:0]):
             base: Any = self.module.base_model
             base(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False)
 

@@ -44,7 +44,7 @@ class HeadSpec:
 
 def full_rows(module: Any, step: AttentionStep, batch: InputBatch) -> torch.Tensor:
     """Returns logits [R, V] of the batch's wanted rows by the model's own head."""
-    with forward_context(step):
+    with forward_context(step, batch.keep_rows):
         out = module(
             input_ids=batch.ids[None],
             position_ids=batch.positions[None],
@@ -57,7 +57,7 @@ def full_rows(module: Any, step: AttentionStep, batch: InputBatch) -> torch.Tens
 
 def hidden_rows(module: Any, step: AttentionStep, batch: InputBatch) -> torch.Tensor:
     """Returns the rows [R, H] that the head reads."""
-    with forward_context(step):
+    with forward_context(step, batch.keep_rows):
         out = module.base_model(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False)
     hidden: torch.Tensor = out.last_hidden_state[0, batch.keep_rows]
     return hidden

@@ -19,6 +19,7 @@ from engine.config import EngineConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.model.compatibility import UnsupportedModel
 from engine.model.hf_model import HFModel
+from engine.model.optimize.last_layer import WantedRows
 from engine.requests import GenerateRequest, Int32s, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 from tests.engine.model.conftest import LENGTH, VOCAB, TinyModels
@@ -120,6 +121,33 @@ async def compare_generations(count: int, *sizes: int) -> None:
 @pytest.mark.full
 async def test_generations_have_the_same_bits_at_one_two_and_four_at_once() -> None:
     await compare_generations(4, 2, 4)
+
+
+def test_rows_that_the_last_layer_leaves_out_change_no_bit_of_the_others() -> None:
+    sequences, first = [], 1
+    for number, length in enumerate((11, 2, 23)):
+        slots = np.arange(first, first + length, dtype=np.int32)
+        sequences.append(ScheduledSequence(0, slots[:0], slots, ids(number, length), np.array([length - 1], np.int32)))
+        first += length
+    found = []
+    for restricts in (True, False):
+        model = HFModel(module_of(), replace(CONFIG, restrict_last_layer=restricts))
+        assert any(isinstance(one, WantedRows) for one in model.module.modules()) is restricts
+        table = torch.zeros((1, 1), dtype=torch.int32, device=model.device)
+        found.append(model.forward(StepKind.SCORE, sequences, table))
+    assert torch.equal(*found)
+
+
+@pytest.mark.full
+def test_a_last_layer_that_takes_other_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = WantedRows.rows
+
+    def rolled(self: WantedRows, hidden: torch.Tensor) -> torch.Tensor:
+        return honest(self, hidden).roll(1, dims=1)
+
+    monkeypatch.setattr(WantedRows, "rows", rolled)
+    with pytest.raises(UnsupportedModel, match="packed steps change"):
+        HFModel(module_of(), CONFIG)
 
 
 @pytest.mark.gpu

@@ -42,6 +42,11 @@ def skinny_step(rows: int) -> Iterator[None]:
         _few = before
 
 
+def in_skinny_step() -> bool:
+    """Returns whether the changed layers use the kernel now."""
+    return _few
+
+
 class SkinnyLinear(nn.Linear):
     """Computes a linear layer, by the skinny GEMM inside `skinny_step`."""
 

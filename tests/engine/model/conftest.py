@@ -99,7 +99,7 @@ class Driver:
         self.plain = copy.deepcopy(module)
         engine = engine or EngineConfig(kv_slots=SLOTS)
         if not merge:
-            engine = replace(engine, fuse_projections=False, skinny_gemm=False)
+            engine = replace(engine, fuse_projections=False, restrict_last_layer=False, skinny_gemm=False)
         self.model = HFModel(module, engine, backend=backend)
         for pool in (self.model.kv_storage.keys, self.model.kv_storage.values):
             for tensor in pool:

@@ -9,11 +9,13 @@ import torch
 
 from engine.attention import flashinfer_wrappers
 from engine.attention.flashinfer_backend import FlashInferAttention
+from engine.attention.interface import forward_context
 from engine.attention.plans import AttentionParams
 from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import StepKind, StepSize
 from engine.config import EngineConfig
 from engine.model.cuda_graphs import prefill
+from engine.model.cuda_graphs.decode import CapturedStep
 from engine.model.cuda_graphs.prefill import PrefillGraphs, token_counts
 from engine.model.lm_head import LogprobQuery
 from tests.engine.model.conftest import SIX
@@ -182,6 +184,23 @@ def test_scores_are_timed_from_the_last_layer_on(
         watches[-1].stop()
         assert watches[-1].seconds() > 0
     assert watches[0] is not watches[1]
+
+
+def test_rows_wanted_at_the_time_of_capture_would_be_found_out(
+    tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: the last layer is narrowed inside the graph, to the rows of the step that was captured."""
+
+    def narrowed(self: Any, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        self._slots = slots
+        with forward_context(self, torch.arange(1)):
+            out = self._module.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+        rows: torch.Tensor = out.last_hidden_state[0]
+        return rows
+
+    monkeypatch.setattr(CapturedStep, "hidden", narrowed)
+    d, _ = _replaying(tiny_models, tiny_driver, monkeypatch, "qwen3")
+    assert d.error(StepKind.PREFILL, [d.run(d.add(9), 0, 9)]) > 1e-2
 
 
 def test_padding_that_attends_with_a_sequence_would_be_found_out(
