@@ -47,6 +47,8 @@ CASES = (  # benchmarks that depend on the host come first, while the machine is
     Case("sim-routing", "fleet.sim_routing", ("--requests", "8000"), seconds=240, gpu=False),
     Case("encoder", "engine.bench_encoder", ("--threads", "2"), seconds=120, gpu=False),
     Case("encoder-cuda", "engine.bench_encoder", ("--device", "cuda", "--dtype", "bfloat16"), 40),
+    Case("heads", "engine.bench_heads", (), 80),
+    Case("heads-8b", "engine.bench_heads", ("--model", f"{MODELS}/qwen3-8b", "--rows", "1024"), 160),
     Case("engine-builtin", "engine.bench_engine", seconds=60, gpu=False),
     Case("engine-0.6b", "engine.bench_engine", SMALL, 150),
     Case("engine-0.6b-large-steps", "engine.bench_engine", (*SMALL, *SCORING, *LARGE_STEPS), 70, folder="large-steps"),

@@ -1,0 +1,112 @@
+"""Measures what a classification head costs against label scores of the same rows by the language-model head.
+
+    python -m benchmarks.engine.bench_heads --model benchmarks/models/qwen3-0.6b --out benchmarks/results
+
+Both sides score the same rows with engines of their own in one process, in turn within a round. Requests have
+one row or 64, without a shared prefix. Weights are random; those below the heads are the same.
+"""
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from benchmarks.support import workloads
+from benchmarks.support.report import Row, publish
+from engine.config import EngineConfig, ModelConfig
+from engine.engine import Engine
+from engine.model.loader import load_model
+from engine.requests import EngineRequest, Int32s, PoolingRequest, PoolingTask, ScoreRequest
+
+MODEL = "benchmarks/models/qwen3-0.6b"
+ROUNDS = 5
+ROWS = 128  # tokens of each
+EMPTY = np.zeros(0, np.int32)
+LABELS = np.array([5, 7], np.int32)
+
+
+def _started(path: str, head: Literal["lm", "sequence"], slots: int) -> Engine:
+    config = EngineConfig(max_queued_tokens=1 << 30, kv_slots=slots)
+    model = load_model(ModelConfig(path=path, random_weights=True, head=head), config)
+    engine = Engine(model, config)
+    engine.warm_up(lambda stage, seconds: None)
+    engine.start()
+    return engine
+
+
+def requests(head: str, rows: list[Int32s], each: int, name: str) -> Sequence[EngineRequest]:
+    """Returns requests of `each` rows without a prefix, for one head."""
+    found: list[EngineRequest] = []
+    for first in range(0, len(rows), each):
+        own = rows[first : first + each]
+        ids, starts = np.concatenate(own), np.cumsum([0, *map(len, own)]).astype(np.int32)
+        request_id = f"{name}{first}"
+        if head == "lm":
+            found.append(
+                ScoreRequest(request_id=request_id, prefix=EMPTY, ids=ids, starts=starts, labels=LABELS, full=False)
+            )
+        else:
+            task = PoolingTask.CLASSIFY
+            found.append(PoolingRequest(request_id=request_id, prefix=EMPTY, ids=ids, starts=starts, task=task))
+    return found
+
+
+async def _seconds(engine: Engine, asked: Sequence[EngineRequest]) -> float:
+    start = time.perf_counter()
+    await asyncio.gather(
+        *(engine.score(one) if isinstance(one, ScoreRequest) else engine.pooling(one) for one in asked)  # type: ignore[arg-type]
+    )
+    return time.perf_counter() - start
+
+
+async def measure(engines: dict[str, Engine], vocab: int, rows: int, rounds: int) -> list[Row]:
+    """Returns a row for each number of rows in a request."""
+    found: list[Row] = []
+    for each in (1, 64):
+        seconds: dict[str, list[float]] = {head: [] for head in engines}
+        for turn in range(-1, rounds):  # the first does not count
+            ids = [one % vocab for one in workloads.token_lists(rows, ROWS, seed=each + 100 * turn + 100)]
+            for head, engine in engines.items():
+                took = await _seconds(engine, requests(head, ids, each, f"{each}.{turn}."))
+                seconds[head] += [took] * (turn >= 0)
+        rates = {head: rows / statistics.median(took) for head, took in seconds.items()}
+        ratio = statistics.median(lm / own for lm, own in zip(seconds["lm"], seconds["sequence"], strict=True))
+        found.append(
+            {
+                "case": f"{rows // each} requests of {each} x {ROWS} tokens",
+                "labels_rows_s": rates["lm"],
+                "head_rows_s": rates["sequence"],
+                "head_over_labels": ratio,
+            }
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=MODEL, help="folder with the config.json of a causal model")
+    parser.add_argument("--rows", type=int, default=4096, help="of a round")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--kv-slots", type=int, default=1 << 16, help="of either engine")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    engines = {
+        "lm": _started(args.model, "lm", args.kv_slots),
+        "sequence": _started(args.model, "sequence", args.kv_slots),
+    }
+    try:
+        vocab = engines["lm"].model.vocab_size
+        rows = asyncio.run(measure(engines, vocab, args.rows, args.rounds))
+    finally:
+        for engine in engines.values():
+            engine.stop()
+    publish(f"heads-{Path(args.model).name}", rows, args.out, f"medians of {args.rounds} rounds, in turn")
+
+
+if __name__ == "__main__":
+    main()
