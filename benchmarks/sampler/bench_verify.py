@@ -37,11 +37,13 @@ class Saved:
 
     def __init__(self, sampler: Sampler) -> None:
         on_device: Any = sampler._triton
-        if on_device is not None:
+        if on_device is None:
+            state = sampler.state
+            host = (state.table, state.entry_ids, state.entry_counts, state.entry_bias)
+            self._parts = [torch.from_numpy(part) for part in host]
+        else:
             on_device.apply()
-        image, state = getattr(on_device, "image", None), sampler.state
-        host = (state.table, state.entry_ids, state.entry_counts, state.entry_bias)
-        self._parts = [torch.from_numpy(part) for part in host] if image is None else [image.words]
+            self._parts = [on_device.device_state.words]
         self._kept = [part.clone() for part in self._parts]
 
     def restore(self) -> None:
