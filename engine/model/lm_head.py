@@ -1,10 +1,14 @@
 """Turns packed steps into rows of logits, and blocks of logits into log-probabilities of given next tokens.
 
+Where `engine.model.optimize.last_layer` wraps a module in `WantedRows`, it runs for the rows that the head reads alone.
+
 The rows of a long prompt are computed in blocks, so that their logits never stand in memory together.
 
 Shape legend: R rows, V vocabulary, H hidden size, L labels, T top tokens, C chosen ids.
 """
 
+import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,9 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
-from engine.attention.interface import AttentionStep, forward_context
+from engine.attention.interface import AttentionStep, forward_context, wanted_rows
 from engine.batch.input_batch import InputBatch
+from engine.model.optimize.skinny_linear import in_skinny_step
+from engine.utils.torch_ops import operation
 from gpu_sampler.logprobs import chosen_logprobs, token_logprobs, topk_logprobs
 
 
@@ -40,6 +47,60 @@ class HeadSpec:
         """Returns logits [R, V] in the model's dtype, as the model itself computes them."""
         logits = torch.nn.functional.linear(hidden_RH, self.weight, self.bias) * self.scale
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+
+class WantedRows(nn.Module):
+    """Runs `inner`, which must compute each token by itself, for the rows that the running step wants.
+
+    It maps [1, T, in] to [1, T, out], zero in all other rows. A step that names no wanted rows gets all.
+    """
+
+    def __init__(self, inner: nn.Module, out_features: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.out_features = out_features
+        self.number = _numbered(self)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            return self.rows(hidden)
+        out: torch.Tensor
+        if in_skinny_step():  # captured, so every row is wanted: its products are joined with what stands beside them
+            out = self.inner(hidden)
+        else:  # compiled code must not depend on the rows
+            out = torch.ops.assay.wanted_rows(hidden, self.number, self.out_features)
+        return out
+
+    def rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        wanted = wanted_rows()
+        if wanted is None or len(wanted) >= hidden.shape[1]:
+            made: torch.Tensor = self.inner(hidden)
+            return made
+        out = hidden.new_zeros((*hidden.shape[:-1], self.out_features))
+        if len(wanted):
+            out[0].index_copy_(0, wanted, self.inner(hidden[:, wanted])[0])
+        return out
+
+
+_modules: "weakref.WeakValueDictionary[int, WantedRows]" = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def _numbered(module: WantedRows) -> int:
+    """Returns a number that stands for the module, since a torch op takes no Python objects."""
+    with _lock:
+        number = max(_modules, default=0) + 1
+        _modules[number] = module
+    return number
+
+
+def _rows_shape(hidden: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
+    return hidden.new_empty((*hidden.shape[:-1], out_features))
+
+
+@operation("wanted_rows(Tensor hidden, int number, int out_features) -> Tensor", _rows_shape)
+def _wanted_rows(hidden: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
+    return _modules[number].rows(hidden)
 
 
 def full_rows(module: Any, step: AttentionStep, batch: InputBatch) -> torch.Tensor:

@@ -19,7 +19,7 @@ from engine.config import EngineConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.model.compatibility import UnsupportedModel
 from engine.model.hf_model import HFModel
-from engine.model.optimize.last_layer import WantedRows
+from engine.model.lm_head import WantedRows
 from engine.requests import GenerateRequest, Int32s, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 from tests.engine.model.conftest import LENGTH, VOCAB, TinyModels

@@ -6,76 +6,19 @@ takes the built-in model of four layers 5.9 ms on a CPU, from 6.2; a 0.6B model 
 products. Switch: `engine.restrict_last_layer`.
 """
 
-import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from engine.attention.interface import wanted_rows
+from engine.model.lm_head import WantedRows
 from engine.model.optimize.decoder_layers import decoder_layers
-from engine.model.optimize.skinny_linear import in_skinny_step
-from engine.utils.torch_ops import operation
 
 TRIED_TOKENS = 16
 EXACT_TOLERANCE = 1e-4  # of the row's largest number, in float32
 HALF_TOLERANCE = 5e-2  # the same in half precision
 HALF_QUANTILE = 0.75  # of the rows: a rounding may send a few to other experts
-
-
-class WantedRows(nn.Module):
-    """Runs `inner`, which must compute each token by itself, for the rows that the running step wants.
-
-    It maps [1, T, in] to [1, T, out], zero in all other rows. A step that names no wanted rows gets all.
-    """
-
-    def __init__(self, inner: nn.Module, out_features: int) -> None:
-        super().__init__()
-        self.inner = inner
-        self.out_features = out_features
-        self.number = _numbered(self)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if in_skinny_step():  # captured, so every row is wanted: its products are joined with what stands beside them
-            own: torch.Tensor = self.inner(hidden)
-            return own
-        if torch.compiler.is_compiling():  # compiled code must not depend on the rows
-            out: torch.Tensor = torch.ops.assay.wanted_rows(hidden, self.number, self.out_features)
-            return out
-        return self.rows(hidden)
-
-    def rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        wanted = wanted_rows()
-        if wanted is None or len(wanted) >= hidden.shape[1]:
-            made: torch.Tensor = self.inner(hidden)
-            return made
-        out = hidden.new_zeros((*hidden.shape[:-1], self.out_features))
-        if len(wanted):
-            out[0].index_copy_(0, wanted, self.inner(hidden[:, wanted])[0])
-        return out
-
-
-_modules: "weakref.WeakValueDictionary[int, WantedRows]" = weakref.WeakValueDictionary()
-_lock = threading.Lock()
-
-
-def _numbered(module: WantedRows) -> int:
-    """Returns a number that stands for the module, since a torch op takes no Python objects."""
-    with _lock:
-        number = max(_modules, default=0) + 1
-        _modules[number] = module
-    return number
-
-
-def _rows_shape(hidden: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
-    return hidden.new_empty((*hidden.shape[:-1], out_features))
-
-
-@operation("wanted_rows(Tensor hidden, int number, int out_features) -> Tensor", _rows_shape)
-def _wanted_rows(hidden: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
-    return _modules[number].rows(hidden)
 
 
 @torch.no_grad()

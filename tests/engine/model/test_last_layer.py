@@ -9,8 +9,9 @@ from torch import nn
 from engine.attention.interface import forward_context
 from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import StepKind, pack
+from engine.model.lm_head import WantedRows
 from engine.model.optimize.compile import compile_layers
-from engine.model.optimize.last_layer import WantedRows, restrict_last_layer
+from engine.model.optimize.last_layer import restrict_last_layer
 from tests.engine.model.conftest import CONFIGS
 
 NARROWED = dict.fromkeys(CONFIGS, 2) | {"gpt_oss": 1}  # whose experts give more than rows
