@@ -220,8 +220,8 @@ class EngineOptions:
     token_budget: Annotated[int, Range(2, 1 << 20)] = 16_384
     """New tokens of a prefill or scoring step when nothing decodes."""
     decode_gap_s: Annotated[float, Range(0, 10, open_low=True)] = 0.040
-    """Running sequences wait at most this time and one step for their next token. Such a step is cut to about the same
-    time."""
+    """Running sequences wait at most this time and one step for their next token; where four decode steps take longer,
+    at most as long as these and one step. Such a step is cut to about the same time."""
     max_step_s: Annotated[float | None, Range(0, 10, open_low=True)] = None
     """A prefill or scoring step takes about this time at most, because a request that arrives meanwhile waits for its
     end. None: 0.1 on a CPU and 0.4 on a GPU, or eight times what a step takes beside its tokens. While requests of

@@ -124,9 +124,10 @@ class EngineCore:
     # The life of the thread.
 
     def start(self) -> None:
-        """Starts the step thread."""
+        """Starts the step thread, also again after `stop`."""
         if self._thread is not None:
             raise RuntimeError("the engine was started twice")
+        self._stopping = False
         self.scheduler.policy.largest_graphed = self._model.prefill_graph_limit  # known once the model was warmed up
         garbage_collection.hold()
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)

@@ -99,7 +99,10 @@ class Engine:
         self.core.runner.warm_up(progress)
 
     def start(self) -> None:
-        """Starts the step thread."""
+        """Starts the step thread, also again after `stop`.
+
+        On a CPU other threads that have computed with torch should have ended: see `engine.utils.cpu.run_apart`.
+        """
         self.core.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:

@@ -6,7 +6,8 @@ Decoding: 16 greedy streams, against transformers' `generate` with a batch of th
 behind one prefix, against a loop that computes the prefix once with the library's cache, and the items in batches of
 `--batch` in the order in which they come. Items of mixed lengths are padded there to the longest of their batch; those
 of one length are the best case of such a loop. Both run in turn, in rounds after a first one that does not count; each
-round has prompts of its own. A row gives the medians, and the median ratio of a round.
+round has prompts of its own, and each side threads of its own, which end before the other begins. A row gives the
+medians, and the median ratio of a round.
 """
 
 import argparse
@@ -14,8 +15,7 @@ import asyncio
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from engine.engine import Engine
 from engine.model.checkpoint import BUILTIN
 from engine.model.hf_model import HFModel
 from engine.requests import GenerateRequest, Int32s, ScoreRequest
+from engine.utils.cpu import run_apart
 from gpu_sampler.sampling_params import SamplingParams
 
 STREAMS, PROMPT, NEW = 16, 64, 96  # sequences, and tokens of each
@@ -59,6 +60,10 @@ class Work(NamedTuple):
 
 class Library:
     """Runs transformers alone."""
+
+    def timed(self, kind: str, work: Work) -> tuple[float, Any]:
+        """Returns the seconds of one run, and its answer."""
+        return run_apart(lambda: _timed(getattr(self, kind), work))
 
     def __init__(self, module: Any, batch: int) -> None:
         self._module = module
@@ -105,6 +110,14 @@ def _padded(items: list[Int32s]) -> dict[str, torch.Tensor]:
 class Ours:
     """Runs the engine."""
 
+    def timed(self, kind: str, work: Work) -> tuple[float, Any]:
+        """Returns the seconds of one run of the started engine, and its answer."""
+        self._engine.start()
+        try:
+            return _timed(getattr(self, kind), work)
+        finally:
+            self._engine.stop()
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._number = 0
@@ -140,6 +153,12 @@ class Ours:
         return str(self._number)
 
 
+def _timed(run: Callable[[Work], Any], work: Work) -> tuple[float, Any]:
+    start = time.perf_counter()
+    answer = run(work)
+    return time.perf_counter() - start, answer
+
+
 def builtin() -> Any:
     """Returns the built-in model in float32."""
     return AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32)
@@ -155,16 +174,10 @@ MODELS: dict[str, Callable[[], Any]] = {"builtin": builtin, "0.1B": small}
 SHARE = {"builtin": 1, "0.1B": 3}  # of the rounds: one of the larger model takes a minute
 
 
-@contextmanager
-def sides(module: Any, batch: int) -> Iterator[tuple[Ours, Library]]:
-    """Starts an engine on a copy of the model."""
+def sides(module: Any, batch: int) -> tuple[Ours, Library]:
+    """Returns both sides; the engine has a copy of the model."""
     config = EngineConfig(kv_slots=1 << 15)
-    engine = Engine(HFModel(copy.deepcopy(module).eval(), config), config)
-    engine.start()
-    try:
-        yield Ours(engine), Library(module.eval(), batch)
-    finally:
-        engine.stop()
+    return Ours(Engine(HFModel(copy.deepcopy(module).eval(), config), config)), Library(module.eval(), batch)
 
 
 def work_of(round_: int, vocab: int, shortest: int, longest: int) -> Work:
@@ -183,18 +196,14 @@ def measured(name: str, module: Any, rounds: int, batch: int) -> list[Row]:
     cases = [(f"{STREAMS} streams", "decode", (1, 1))]
     cases += [(f"{ITEMS} {name}", "score", lengths) for name, lengths in LENGTHS.items()]
     times: dict[str, list[tuple[float, float]]] = {case: [] for case, _, _ in cases}
-    with sides(module, batch) as (ours, library):
-        for round_ in range(rounds + 1):
-            for case, kind, lengths in cases:
-                work = work_of(round_, module.config.vocab_size, *lengths)
-                seconds, answers = [], []
-                for side in (ours, library):
-                    start = time.perf_counter()
-                    answers.append(getattr(side, kind)(work))
-                    seconds.append(time.perf_counter() - start)
-                _check(kind, *answers)
-                if round_:
-                    times[case].append((seconds[0], seconds[1]))
+    ours, library = run_apart(lambda: sides(module, batch))
+    for round_ in range(rounds + 1):
+        for case, kind, lengths in cases:
+            work = work_of(round_, module.config.vocab_size, *lengths)
+            (own_s, own), (library_s, other) = ours.timed(kind, work), library.timed(kind, work)
+            _check(kind, own, other)
+            if round_:
+                times[case].append((own_s, library_s))
     return [_row(f"{name}, {case}", kind, times[case]) for case, kind, _ in cases]
 
 
@@ -234,7 +243,7 @@ def main() -> None:
     rows = [
         row
         for name in given.models.split(",")
-        for row in measured(name, MODELS[name](), max(1, given.rounds // SHARE[name]), given.batch)
+        for row in measured(name, run_apart(MODELS[name]), max(1, given.rounds // SHARE[name]), given.batch)
     ]
     rounds = f"median of {given.rounds} rounds, a third of them for 0.1B"
     notes = f"float32, {given.threads} threads, {rounds}; the library's batches of {given.batch}"

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from prometheus_client.metrics_core import Metric
 
@@ -55,6 +56,7 @@ from engine.requests import (
     ScoreRequest,
     ScoreResult,
 )
+from engine.utils.cpu import run_apart
 
 log = logging.getLogger("ray.serve")
 STOP_S = 10.0
@@ -101,7 +103,7 @@ class ReplicaServer:
     async def start(self, model: CausalLM | None = None) -> None:
         """Loads, checks, warms up and passes a first canary. Raises where the replica must not serve."""
         started = time.perf_counter()
-        self.engine = await asyncio.to_thread(self._make_engine, model)
+        self.engine = await asyncio.to_thread(run_apart, partial(self._make_engine, model))
         self.engine.start()
         self._card = self._make_card(self.engine)
         self._canary = Canary(self.engine, self._args.health.tolerance_nats)

@@ -26,6 +26,7 @@ REACH = 2  # times the largest of the latest steps: beyond that the line is a gu
 SHARED_STEP_S = {"cpu": 0.01, "cuda": 0.1}  # while requests of several tenants come
 STEP_S = {"cpu": 0.1, "cuda": 0.4}  # a large model's matrix products lose a twentieth in shorter steps of a GPU
 FIXED_SHARE = 1 / 8  # of a step at most: a large model on a CPU would lose half its rate in short ones
+GAP_STEPS = 4  # decode steps that running rows wait at most, where `decode_gap_s` is shorter
 WAITED_FIXED_SHARE = 1 / 2  # of one for whose end others wait, or whose time the configuration bounds
 DECAY = 0.9  # weight that a step keeps with each later one
 OUTLIER_FACTOR = 2.0  # times longer or shorter than expected
@@ -40,6 +41,7 @@ class StepPolicy:
         self.largest_graphed: StepSize | None = None  # largest prefill step that is a CUDA graph; None: none is
         self._times = StepTimeModel(config, device)
         self._decode_gap_s = config.decode_gap_s
+        self._decode_s: float | None = None  # seconds of a decode step, smoothed; None: none has ended
         self._adaptive_drafts = config.speculation.adaptive
         self._spent = {True: 0.0, False: 0.0}  # weighted seconds of scoring and of generation
         self._had_work: set[StepKind] = set()
@@ -55,7 +57,7 @@ class StepPolicy:
 
         Generation and scoring share the time by weight; of two that are due, the one that was idle goes first. Prefill
         steps come before decode steps, so that the batch is full before it decodes: a decode step takes about as long
-        for few rows as for many. Once the running rows have waited for `decode_gap_s` a decode step comes before
+        for few rows as for many. Once the running rows have waited for `_gap_s` a decode step comes before
         everything.
 
         Args:
@@ -72,10 +74,19 @@ class StepPolicy:
                 self._latest = scores
         self._had_work = work
         decode_last = not prompts_yield or now - self._last_prefill >= self._decode_gap_s
-        if now - self._last_decode >= self._decode_gap_s:
+        if now - self._last_decode >= self._gap_s:
             return sorted(work, key=lambda kind: (kind is not StepKind.DECODE, self._spent[_scores(kind)], kind))
         last = StepKind.DECODE if decode_last else StepKind.PREFILL
         return sorted(work, key=lambda kind: (*self._place(kind), kind is last))
+
+    @property
+    def _gap_s(self) -> float:
+        """Returns the seconds that running rows wait for a prefill or score step.
+
+        Where decoding is slow, a gap of less than a few of its steps spares the rows little. The prompts that wait
+        would be computed a few at a time, and decode steps of the few rows there are would come between them.
+        """
+        return max(self._decode_gap_s, GAP_STEPS * (self._decode_s or 0.0))
 
     def _place(self, kind: StepKind) -> tuple[float, bool]:
         scores = _scores(kind)
@@ -114,7 +125,7 @@ class StepPolicy:
             decoding: Running rows wait for its end.
             several_tenants: So may a request of another tenant, which has no part in what the step computes.
         """
-        return self._times.max_tokens(kind, decoding=decoding, several_tenants=several_tenants)
+        return self._times.max_tokens(kind, self._gap_s if decoding else None, several_tenants=several_tenants)
 
     def max_rows(self, drafting: bool) -> int:
         """Returns the most rows that a decode step may have while requests of several tenants come."""
@@ -166,6 +177,8 @@ class StepPolicy:
     def decode_ended(self, drafted: bool, rows: int, tokens: int, seconds: float) -> None:
         """Learns from a decode step of `rows` >= 1 rows that emitted `tokens` >= 1 tokens in `seconds`."""
         self._times.add_rows(drafted, rows, seconds)
+        before = seconds if self._decode_s is None else self._decode_s
+        self._decode_s = before + SMOOTHING * (seconds - before)
         cost = seconds * rows / tokens
         known = self._token_s.get(drafted, cost)
         self._token_s[drafted] = known + SMOOTHING * (cost - known)
@@ -176,7 +189,7 @@ class StepTimeModel:
     """Predicts the time of steps, and bounds their tokens or rows by it."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        self._token_budget, self._decode_gap_s = config.token_budget, config.decode_gap_s
+        self._token_budget = config.token_budget
         self._min_budget = MIN_BUDGET[device.type]
         self._step_s = STEP_S[device.type] if config.max_step_s is None else config.max_step_s
         self._fixed_share = FIXED_SHARE if config.max_step_s is None else WAITED_FIXED_SHARE
@@ -184,22 +197,19 @@ class StepTimeModel:
         self._fits = {kind: StepTimeFit() for kind in StepKind}
         self._row_fits = {drafting: StepTimeFit() for drafting in (False, True)}
 
-    def max_tokens(self, kind: StepKind, *, decoding: bool, several_tenants: bool = False) -> int:
+    def max_tokens(self, kind: StepKind, gap_s: float | None, *, several_tenants: bool = False) -> int:
         """Returns the most tokens that a prefill or score step may have.
 
         Args:
             kind: the kind of the step.
-            decoding: whether running rows wait for the step to end.
+            gap_s: the seconds that running rows wait for the step at most; None: none waits.
             several_tenants: whether requests of several tenants come.
         """
         fit = self._fits[kind]
-        if decoding:
-            within = fit.tokens_within(self._decode_gap_s)
-        else:
-            within = fit.tokens_within(self._step_s, self._fixed_share)
+        within = fit.tokens_within(self._step_s, self._fixed_share) if gap_s is None else fit.tokens_within(gap_s)
         if several_tenants:
             within = min(within, fit.tokens_within(self._shared_step_s))
-        if decoding or several_tenants:
+        if gap_s is not None or several_tenants:
             within = min(within, max(UNKNOWN_BUDGET, REACH * fit.largest))
         return int(min(self._token_budget, max(self._min_budget, within)))
 

@@ -1,4 +1,5 @@
-"""The processor's cores: how many there are, and how a step thread that computes on them gives way to others.
+"""The processor's cores: how many there are, how a step thread that computes on them gives way to others, and how work
+beside it leaves no threads behind.
 
 Linux takes the core from a SCHED_IDLE thread the moment any other wants it. A lower niceness is not enough: a thread
 that wakes waits for the end of the running one's slice (up to 4 ms), and a request takes a dozen wakes.
@@ -6,10 +7,14 @@ that wakes waits for the end of the running one's slice (up to 4 ms), and a requ
 
 import logging
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 def cores() -> int:
@@ -31,3 +36,14 @@ def yield_cores() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     except (AttributeError, OSError) as error:
         log.warning("`engine.cpu_priority` is idle, but this system does not do it: %s", error)
+
+
+def run_apart(function: Callable[[], Result]) -> Result:
+    """Runs a function in a thread of its own that ends with it, and returns its result.
+
+    For work with torch beside a step thread. torch has helper threads for each thread that computes with it, and they
+    end with that thread. While there are more of them than cores, those that wait sleep instead of spinning (libgomp's
+    rule), though all but a few are idle: each operation wakes them, and the steps of a small model take twice as long.
+    """
+    with ThreadPoolExecutor(1, "apart") as thread:
+        return thread.submit(function).result()

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from deployments.config.app_args import AppArgs
 from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, PromptScores
+from deployments.replica import replica as replica_module
 from deployments.replica.replica import ReplicaServer
 from engine.requests import ErrorCode, GenerateChunk, GenerateRequest, LikelihoodRequest, ScoreRequest, ScoreResult
 from gpu_sampler.sampling_params import SamplingParams
@@ -379,6 +381,26 @@ async def test_the_canary_notices_a_hanging_step_and_so_does_check_health(make_s
             await asyncio.sleep(0.001)
     assert (await server.canary()).failure is None
     server.check_health()
+
+
+@pytest.mark.parametrize("planted", [False, True])
+async def test_what_loads_the_model_ends_before_it_serves(
+    toy_args: dict[str, Any], planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside its idle threads steps would be slow: `engine.utils.cpu`. Planted: it runs in a thread that stays."""
+    if planted:
+        monkeypatch.setattr(replica_module, "run_apart", lambda function: function())
+    server = ReplicaServer(AppArgs.model_validate(toy_args), "r1")
+    made, loaders = server._make_engine, list[threading.Thread]()
+
+    def noted(model: Any) -> Any:
+        loaders.append(threading.current_thread())
+        return made(model)
+
+    monkeypatch.setattr(server, "_make_engine", noted)
+    await server.start(toy_model.ToyModel(num_slots=512))
+    server.stop()
+    assert [loader.is_alive() for loader in loaders] == [planted]
 
 
 async def test_a_replica_whose_first_canary_fails_does_not_start(toy_args: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig
+from engine.scheduler import policy as policy_module
 from engine.scheduler.policy import StepPolicy
 
 DECODE, PREFILL, SCORE = StepKind.DECODE, StepKind.PREFILL, StepKind.SCORE
@@ -98,6 +99,41 @@ def test_running_rows_come_first_once_the_gap_has_passed_since_their_last_step_e
     assert policy.order([DECODE, SCORE], 1.05) == [SCORE, DECODE]
     assert policy.order([DECODE, SCORE], 1.08) == [SCORE, DECODE]
     assert policy.order([DECODE, SCORE], 1.091) == [DECODE, SCORE]
+
+
+def slow_decoding(policy: StepPolicy, step_s: float = 0.08) -> None:
+    """Three prefill steps of 50 ms and 0.9 ms a token, and decode steps."""
+    for tokens in (100, 200, 300):
+        policy.step_ended(PREFILL, tokens, 0.05 + 0.0009 * tokens)
+    for _ in range(3):
+        policy.decode_ended(False, 8, 8, step_s)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_where_decoding_is_slow_prompts_are_computed_several_at_a_time(
+    planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of 64 tokens. Planted: rows wait for the configured gap alone, and prompts come one at a time."""
+    if planted:
+        monkeypatch.setattr(policy_module, "GAP_STEPS", 0)
+    policy = policy_of(0.04)
+    slow_decoding(policy)
+    policy.order([DECODE, PREFILL], 0.92)
+    policy.decode_planned(0.92)
+    policy.step_ended(DECODE, 8, 0.08)
+    assert (policy.order([DECODE, PREFILL], 1.0 + 0.2)[0] is PREFILL) is not planted
+    assert policy.order([DECODE, PREFILL], 1.0 + 4 * 0.08 + 0.001)[0] is DECODE
+    assert (policy.max_tokens(PREFILL, decoding=True) >= 4 * 64) is not planted
+
+
+def test_where_decoding_is_fast_rows_wait_for_the_configured_gap() -> None:
+    policy = policy_of(0.04)
+    slow_decoding(policy, step_s=0.002)
+    policy.order([DECODE, PREFILL], 0.998)
+    policy.decode_planned(0.998)
+    policy.step_ended(DECODE, 8, 0.002)
+    assert policy.order([DECODE, PREFILL], 1.0 + 0.039)[0] is PREFILL
+    assert policy.order([DECODE, PREFILL], 1.0 + 0.041)[0] is DECODE
 
 
 def test_prompts_that_yield_come_first_once_the_gap_has_passed_since_a_prefill_step_ended() -> None:

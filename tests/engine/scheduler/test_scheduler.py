@@ -10,6 +10,7 @@ import pytest
 
 from engine.batch.input_batch import StepKind
 from engine.requests import GenerateRequest, ScoreRequest
+from engine.scheduler import policy as policy_module
 from engine.scheduler.policy import WEIGHTS
 
 MakeRig = Callable[..., Any]
@@ -101,9 +102,10 @@ async def test_streams_of_a_greater_weight_would(
 
 @pytest.mark.parametrize("planted", [False, True])
 async def test_decode_steps_longer_than_the_gap_starve_no_request(
-    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, planted: bool
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, planted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of 50 ms, a gap of 40. Planted: the gap counts from where a decode step begins: one is always due."""
+    """Steps of 50 ms, a gap of 40 alone. Planted: it counts from where a decode step begins: one is always due."""
+    monkeypatch.setattr(policy_module, "GAP_STEPS", 0)
     clock = FakeClock()
     rig = make_rig(clock=clock, num_slots=8_192, decode_gap_s=0.04)
     rig.model.on_forward = lambda kind, sequences: setattr(clock, "now", clock.now + 0.05)

@@ -22,41 +22,40 @@ from engine.scheduler.policy import (
 
 CPU = torch.device("cpu")
 PREFILL, SCORE = StepKind.PREFILL, StepKind.SCORE
+GAP_S = 0.05
 
 
-def budgets(
-    token_budget: int = 4096, gap: float = 0.05, step: float | None = 0.2, device: torch.device = CPU
-) -> StepTimeModel:
-    return StepTimeModel(EngineConfig(token_budget=token_budget, decode_gap_s=gap, max_step_s=step), device)
+def budgets(token_budget: int = 4096, step: float | None = 0.2, device: torch.device = CPU) -> StepTimeModel:
+    return StepTimeModel(EngineConfig(token_budget=token_budget, max_step_s=step), device)
 
 
 def test_before_any_step_only_running_rows_bound_the_next_one() -> None:
-    assert budgets().max_tokens(PREFILL, decoding=False) == 4096
-    assert budgets().max_tokens(PREFILL, decoding=True) == UNKNOWN_BUDGET
-    assert budgets(token_budget=100).max_tokens(SCORE, decoding=True) == 100
+    assert budgets().max_tokens(PREFILL, None) == 4096
+    assert budgets().max_tokens(PREFILL, GAP_S) == UNKNOWN_BUDGET
+    assert budgets(token_budget=100).max_tokens(SCORE, GAP_S) == 100
 
 
 def test_while_tenants_share_no_step_is_far_larger_than_those_measured() -> None:
     """The first large request after small ones alone, for which another tenant would wait."""
     made = budgets()
-    assert made.max_tokens(SCORE, decoding=False, several_tenants=True) == UNKNOWN_BUDGET
+    assert made.max_tokens(SCORE, None, several_tenants=True) == UNKNOWN_BUDGET
     for _ in range(3):
         made.add(SCORE, 2 * UNKNOWN_BUDGET, 0.001)
-    assert made.max_tokens(SCORE, decoding=False, several_tenants=True) == 2 * REACH * UNKNOWN_BUDGET
+    assert made.max_tokens(SCORE, None, several_tenants=True) == 2 * REACH * UNKNOWN_BUDGET
 
 
 def test_a_step_beside_running_rows_is_what_the_gap_computes() -> None:
     made = budgets()
     made.add(PREFILL, 1000, 0.1)  # 10,000 tokens a second
-    assert made.max_tokens(PREFILL, decoding=True) == pytest.approx(500, abs=1)
-    assert made.max_tokens(SCORE, decoding=True) == UNKNOWN_BUDGET, "each kind has a rate of its own"
+    assert made.max_tokens(PREFILL, GAP_S) == pytest.approx(500, abs=1)
+    assert made.max_tokens(SCORE, GAP_S) == UNKNOWN_BUDGET, "each kind has a rate of its own"
 
 
 def test_alone_a_step_takes_no_longer_than_it_may() -> None:
     made = budgets()
     for tokens in (500, 1000, 3000):
         made.add(SCORE, tokens, tokens / 10_000)
-    assert made.max_tokens(SCORE, decoding=False) == pytest.approx(2000, abs=1)
+    assert made.max_tokens(SCORE, None) == pytest.approx(2000, abs=1)
 
 
 def beside(
@@ -64,9 +63,9 @@ def beside(
 ) -> list[int]:
     """Returns budgets beside running rows, of steps that use them up and take `fixed + each * tokens` s, and what
     `late` says besides, but no less than nothing. The gap is 40 ms."""
-    made, found = budgets(token_budget=16_384, gap=0.04, device=torch.device("cuda")), list[int]()
+    made, found = budgets(token_budget=16_384, device=torch.device("cuda")), list[int]()
     for number in range(steps):
-        found.append(made.max_tokens(PREFILL, decoding=True))
+        found.append(made.max_tokens(PREFILL, 0.04))
         size = min(waiting, found[-1])
         made.add(PREFILL, size, max(1e-5, fixed + each * size + (late or {}).get(number, 0.0)))
     return found
@@ -109,18 +108,18 @@ def test_a_step_that_is_read_late_takes_its_time_from_the_next(delay: float) -> 
 
 def test_a_machine_that_became_slower_is_believed_at_the_second_step() -> None:
     """Were no slow step believed, running rows would wait five times as long as they may."""
-    made = budgets(gap=0.04)
+    made = budgets()
     for each in [0.00001] * 20 + [0.00005] * 12:
-        size = made.max_tokens(PREFILL, decoding=True)
+        size = made.max_tokens(PREFILL, 0.04)
         made.add(PREFILL, size, 0.002 + each * size)
-    assert made.max_tokens(PREFILL, decoding=True) == pytest.approx(760, rel=0.1)
+    assert made.max_tokens(PREFILL, 0.04) == pytest.approx(760, rel=0.1)
 
 
 def test_times_that_jump_to_and_fro_are_believed_too() -> None:
     """Were each passed over because the one before was of the other kind, the line would stay what it once was."""
-    made, sizes = budgets(gap=0.04), list[int]()
+    made, sizes = budgets(), list[int]()
     for each in [0.00001] * 20 + [0.00005, 0.000002] * 20:
-        sizes.append(made.max_tokens(PREFILL, decoding=True))
+        sizes.append(made.max_tokens(PREFILL, 0.04))
         made.add(PREFILL, sizes[-1], 0.002 + each * sizes[-1])
     assert sizes[19] == pytest.approx(3_800, rel=0.05)
     assert min(sizes[40:]) < sizes[19] / 2
@@ -133,18 +132,18 @@ def test_while_rows_wait_no_step_is_far_larger_than_those_measured() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("decoding", [False, True])
-def test_no_machine_is_so_slow_that_steps_become_tiny(decoding: bool, device: str) -> None:
+@pytest.mark.parametrize("gap_s", [None, 0.05])
+def test_no_machine_is_so_slow_that_steps_become_tiny(gap_s: float | None, device: str) -> None:
     made = budgets(device=torch.device(device))
     made.add(PREFILL, 1000, 1e6)
-    assert made.max_tokens(PREFILL, decoding=decoding) == MIN_BUDGET[device]
+    assert made.max_tokens(PREFILL, gap_s) == MIN_BUDGET[device]
 
 
 def test_steps_too_small_to_measure_teach_nothing() -> None:
     made = budgets()
     made.add(PREFILL, MIN_MEASURED - 1, 1e6)
     made.add(PREFILL, 1000, 0.0)
-    assert made.max_tokens(PREFILL, decoding=True) == UNKNOWN_BUDGET
+    assert made.max_tokens(PREFILL, GAP_S) == UNKNOWN_BUDGET
 
 
 def test_without_a_length_in_the_configuration_steps_are_as_long_as_suits_the_device() -> None:
@@ -152,7 +151,7 @@ def test_without_a_length_in_the_configuration_steps_are_as_long_as_suits_the_de
         made = budgets(token_budget=100_000, step=None, device=torch.device(name))
         for tokens in (500, 1000, 3000):
             made.add(SCORE, tokens, tokens / 10_000)
-        assert made.max_tokens(SCORE, decoding=False) == pytest.approx(10_000 * seconds, abs=1)
+        assert made.max_tokens(SCORE, None) == pytest.approx(10_000 * seconds, abs=1)
 
 
 @pytest.mark.parametrize(("step", "seconds"), [(None, 0.4), (0.1, 0.1)])
@@ -161,8 +160,8 @@ def test_alone_a_step_is_long_enough_for_what_each_takes(step: float | None, sec
     made = budgets(token_budget=16_384, step=step)
     for tokens in (100, 200, 400):
         made.add(SCORE, tokens, 0.05 + 0.001 * tokens)
-    assert made.max_tokens(SCORE, decoding=False) == pytest.approx((seconds - 0.05) / 0.001, abs=1)
-    assert made.max_tokens(SCORE, decoding=True) == pytest.approx(50, abs=1)
+    assert made.max_tokens(SCORE, None) == pytest.approx((seconds - 0.05) / 0.001, abs=1)
+    assert made.max_tokens(SCORE, GAP_S) == pytest.approx(50, abs=1)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -172,8 +171,8 @@ def test_while_requests_of_several_tenants_come_steps_of_every_kind_are_short(de
         made.add(SCORE, size, size / 10_000)
         made.add_rows(False, size // 50, size / 50 / 200)  # 5 ms a row
     wanted = max(MIN_BUDGET[device], 10_000 * seconds)
-    assert made.max_tokens(SCORE, decoding=False, several_tenants=True) == pytest.approx(wanted, abs=1)
-    assert made.max_tokens(SCORE, decoding=False) > 3 * wanted
+    assert made.max_tokens(SCORE, None, several_tenants=True) == pytest.approx(wanted, abs=1)
+    assert made.max_tokens(SCORE, None) > 3 * wanted
     assert made.max_rows(False) == pytest.approx(200 * seconds, abs=1)
     assert made.max_rows(True) == MAX_RUNNING_BOUND, "steps with drafts have a rate of their own, not yet known"
 

@@ -1,6 +1,8 @@
 """A CPU engine that lets others have the cores first: its step thread and what that starts, and no other."""
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -59,3 +61,36 @@ async def test_a_system_that_refuses_it_serves_all_the_same(
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     assert await classes(make_rig, score_job, cpu_priority="idle") == {os.SCHED_OTHER}
     assert "`engine.cpu_priority` is idle, but this system does not do it: not here" in caplog.text
+
+
+LEFT_BEHIND = """
+import concurrent.futures, os, sys, time, torch
+from engine.utils.cpu import run_apart
+
+def compute() -> float:
+    return float(torch.ones(1 << 20).mul_(2).sum())
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+before, end = threads(), time.monotonic() + 2
+kept = concurrent.futures.ThreadPoolExecutor(1)
+assert (run_apart(compute) if sys.argv[1] == "apart" else kept.submit(compute).result()) == 2 << 20
+while threads() > before and time.monotonic() < end:
+    pass  # the system takes a moment to end them
+print(threads() - before)
+"""
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_work_apart_leaves_no_thread_behind(planted: bool) -> None:
+    """Planted: the thread stays, as a pool's does, and with it those that torch has started for it."""
+    command = [sys.executable, "-c", LEFT_BEHIND, "in a pool" if planted else "apart"]
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) == (2 if planted else 0)
+
+
+def test_work_apart_raises_what_it_raises() -> None:
+    with pytest.raises(ZeroDivisionError):
+        cpu.run_apart(lambda: 1 // 0)
