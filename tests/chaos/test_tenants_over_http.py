@@ -176,8 +176,8 @@ async def beside(url: str, name: str, key: str) -> Seen:
     figure="over HTTP, built-in model, all processes and clients on two idle cores: 0 of 2,366 requests refused, "
     "longest 1.2 s; p99 over idle in fast mode 2.5 (four of n = 128), 3.9 (64 streams with 20 log-probabilities), 1.3 "
     "(twice 4,000 items) and 9.5 (600 small generations together), in default mode 2.2, 4.3, 1.6 and 33: beside 600 "
-    "together it is the longest of 41 to 73 requests, which came with them; medians 1.2 to 2.4. Bursts and streams that "
-    "take both cores are over the bound of 3 here",
+    "together it is the longest of 41 to 73 requests, which came with them; medians 1.2 to 2.4. Bursts and streams "
+    "that take both cores are over the bound of 3 here",
 )
 @pytest.mark.parametrize("mode", ["default", "fast"])
 def test_one_keys_load_neither_refuses_nor_delays_another(mode: str, tmp_path: Path) -> None:
