@@ -240,8 +240,9 @@ class EngineOptions:
     """Reuses the keys and values of prompts that begin alike."""
     compile: bool = True
     """Compiles the decoder layers with torch.compile. GPU only."""
-    fuse_projections: bool = True
-    """Computes the projections of q, k and v as one matrix product, and those of gate and up."""
+    fuse_projections: bool | None = None
+    """Computes the projections of q, k and v as one matrix product, and those of gate and up. None: on a GPU. On a CPU
+    the products apart take less time."""
     restrict_last_layer: bool = True
     """Computes what follows attention in the last layer for the tokens alone whose logits are needed."""
     graphs: bool = True

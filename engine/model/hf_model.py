@@ -164,7 +164,9 @@ class HFModel:
             proof = PackingCheck(self.probed, max_model_len=self.max_model_len, seed=self._engine.seed)
             proof.run()
         with timed("fuse projections", progress):
-            changed = fuse_projections(module) if self._engine.fuse_projections else 0
+            fuses = self._engine.fuse_projections
+            fuses = self.device.type == "cuda" if fuses is None else fuses
+            changed = fuse_projections(module) if fuses else 0
             changed += restrict_last_layer(module, self.probed.attentions) if self._engine.restrict_last_layer else 0
         if changed:
             with timed("second packing check", progress):

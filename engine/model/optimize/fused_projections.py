@@ -1,6 +1,7 @@
 """Fuses projections that read the same input: q, k and v become one matrix product, and so do gate and up.
 
-Gain: three products of a layer become one launch, and two become another. Results are bit for bit the same
+Gain: three products of a layer become one launch, and two become another. On a CPU, where a launch costs little, the
+fused ones are slower: 16 rows of a 0.1B model decode in 75 ms, apart in 70. Results are bit for bit the same
 (`tests/engine/model/test_fused_projections.py`). Switch: `engine.fuse_projections`.
 
 A `FusedLinear` holds the concatenated weight; a `FusedOutput` stands where each projection stood. The first computes

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from engine.config import EngineConfig
+from engine.model.hf_model import HFModel
 from engine.model.optimize.fused_projections import FusedOutput, fuse_projections
 
 SIX = {"llama": 2, "qwen3": 2, "mistral": 2, "gemma2": 2, "gpt_oss": 1, "qwen3_moe": 1}  # merges a layer
@@ -28,6 +30,14 @@ def test_a_model_served_merged_gives_the_bits_of_one_served_unmerged(tiny_models
     assert not any(isinstance(one, FusedOutput) for one in drivers[1].model.module.modules())
     rows = [d.model.forward("prefill", [d.run(d.add(13), 0, 13)], d.table) for d in drivers]
     assert torch.equal(rows[0], rows[1])
+
+
+@pytest.mark.parametrize(("told", "fused"), [(None, False), (False, False), (True, True)])
+def test_on_a_cpu_projections_are_fused_only_where_the_configuration_says_so(
+    tiny_models: Any, told: bool | None, fused: bool
+) -> None:
+    model = HFModel(tiny_models.module("qwen3"), EngineConfig(kv_slots=64, fuse_projections=told))
+    assert any(isinstance(one, FusedOutput) for one in model.module.modules()) is fused
 
 
 def test_no_output_outlives_the_call_and_no_weight_is_held_twice(tiny_models: Any) -> None:

@@ -183,7 +183,7 @@ def test_projections_that_must_not_be_merged_are_found_after_merging(tiny_models
     module.model.layers[2].self_attn.k_proj.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
     HFModel(module, replace(ENGINE, fuse_projections=False, restrict_last_layer=False))
     with pytest.raises(UnsupportedModel, match="packed steps change its rows"):
-        HFModel(module, ENGINE)
+        HFModel(module, replace(ENGINE, fuse_projections=True))
 
 
 @pytest.mark.full(keep=1)
