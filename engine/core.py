@@ -28,7 +28,7 @@ from engine.scheduler.scheduler import Scheduler, Step
 from engine.scheduler.token_stream import TokenStream
 from engine.spec_decode.verify import make_proposer
 from engine.utils import garbage_collection
-from engine.utils.cpu import yield_cores, yields_cores
+from engine.utils.cpu import keep_memory, yield_cores, yields_cores
 from engine.utils.cuda import is_lost
 from gpu_sampler.output import VerifyOutput
 from gpu_sampler.sampler import Sampler
@@ -130,6 +130,8 @@ class EngineCore:
         self._stopping = False
         self.scheduler.policy.largest_graphed = self._model.prefill_graph_limit  # known once the model was warmed up
         garbage_collection.hold()
+        if self._model.device.type == "cpu":
+            keep_memory()
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._running = True
         self._thread.start()
