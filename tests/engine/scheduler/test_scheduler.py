@@ -388,4 +388,4 @@ async def test_prompts_that_never_yield_would_be_seen(
     make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.scheduler.scheduler.Scheduler._prompts_yield", lambda self: False)
-    assert await seconds_beside_prompts(make_rig, generate_job) > 0.14
+    assert await seconds_beside_prompts(make_rig, generate_job) > 0.13
