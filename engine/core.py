@@ -110,6 +110,8 @@ class EngineCore:
         self.runner = ModelRunner(model, sampler, self.table, config, proposer)
         self._outputs = OutputProcessor(self.scheduler, self.tracker, stream, self.recorder)
 
+        if model.device.type == "cpu":
+            keep_memory()
         self.calls = CallQueue()
         self.heartbeat = clock()  # when the last round began; several a second, without work too
         self.fault: str | None = None  # what ended the thread
@@ -130,8 +132,6 @@ class EngineCore:
         self._stopping = False
         self.scheduler.policy.largest_graphed = self._model.prefill_graph_limit  # known once the model was warmed up
         garbage_collection.hold()
-        if self._model.device.type == "cpu":
-            keep_memory()
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._running = True
         self._thread.start()
