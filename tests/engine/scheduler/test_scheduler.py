@@ -78,11 +78,11 @@ async def score_share(make_rig: MakeRig, generate_job: MakeJob, score_job: MakeS
     for stream in streams:
         stream.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
-    seconds = {StepKind.SCORE: 0.0, StepKind.DECODE: 0.0}
+    seconds = dict.fromkeys(StepKind, 0.0)
     scored = [at for at, step in enumerate(clock.steps) if step[1] is StepKind.SCORE]  # the request may have come late
     for _, kind, tokens in clock.steps[scored[0] : scored[-1] + 1]:
         seconds[kind] += 0.001 + 0.0001 * tokens
-    return seconds[StepKind.SCORE] / sum(seconds.values())
+    return seconds[StepKind.SCORE] / (seconds[StepKind.SCORE] + seconds[StepKind.DECODE])  # a stream may begin late
 
 
 async def test_streams_do_not_starve_a_large_score_job(
@@ -242,12 +242,16 @@ async def test_yielded_rows_go_on_with_the_same_tokens(make_rig: MakeRig, genera
 
 
 class _Machine(FakeClock):
-    """Steps take 4 ms and 1 ms a row, or 0.1 ms a token of a prompt or an item."""
+    """Steps take 4 ms and 1 ms a row, or 0.1 ms a token of a prompt or an item; none while `stopped`."""
+
+    stopped = False
 
     def attach(self, rig: Any) -> None:
         def forward(kind: StepKind, sequences: Any) -> None:
             tokens = sum(len(run.write) for run in sequences)
             self.steps.append((self.now, kind, tokens))
+            if self.stopped:
+                return
             self.now += 0.004 + (0.001 if kind in (StepKind.DECODE, StepKind.VERIFY) else 0.0001) * tokens
 
         rig.model.on_forward = forward
@@ -257,7 +261,8 @@ async def seconds_beside(
     make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, *, overlap: bool, rows: int = 40
 ) -> tuple[list[float], list[Any], list[Any]]:
     """Returns what small requests of one tenant take beside many rows of another, and the latter's requests and
-    results. A generation of five tokens takes 31 ms alone; a step of all rows takes 44."""
+    results. A generation of five tokens takes 31 ms alone; a step of all rows takes 44. The clock stands still between
+    the requests, however long this thread waits for its turn."""
     clock = _Machine()
     rig = make_rig(clock=clock, num_slots=9_000, max_running=64, max_model_len=400, overlap=overlap)
     clock.attach(rig)
@@ -267,9 +272,17 @@ async def seconds_beside(
         await asyncio.sleep(0)
     found = []
     for number in range(4):  # in the engine's own time: on the way to us the clock goes on
-        chunks = [chunk async for chunk in rig.engine.generate(generate_job([9, number], max_tokens=5, tenant="one"))]
+        generation, item = (
+            generate_job([9, number], max_tokens=5, tenant="one"),
+            score_job([], [[number] * 20], tenant="one"),
+        )
+        clock.stopped = False
+        chunks = [chunk async for chunk in rig.engine.generate(generation)]
+        clock.stopped = True
         found.append(chunks[-1].queue_s + chunks[-1].compute_s)
-        score = await rig.engine.score(score_job([], [[number] * 20], tenant="one"))
+        clock.stopped = False
+        score = await rig.engine.score(item)
+        clock.stopped = True
         found.append(score.queue_s + score.compute_s)
     assert not any(task.done() for task in tasks)
     return found, many, await asyncio.gather(*tasks)
@@ -283,7 +296,8 @@ async def test_steps_are_short_while_another_tenant_comes(
     found, many, results = await seconds_beside(make_rig, generate_job, score_job, overlap=overlap)
     print(f"R17 seconds of small requests beside 40 rows: {np.round(found, 3).tolist()}")
     if not overlap:  # else the clock of a machine that computes at the launch says a step's time of the one before
-        assert max(found[::2]) < 2 * 0.031 and max(found[1::2]) < 3 * 0.006
+        # the first that returns may find a step of all rows under way: a tenant that has come once is not awaited
+        assert max(*found[::2], found[1]) < 2 * 0.031 and max(found[3::2]) < 3 * 0.006
     alone = make_rig(num_slots=9_000, max_running=64, max_model_len=400)
     for request, result in list(zip(many, results, strict=True))[::8]:
         again = await alone.run(generate_job(request.prompt, max_tokens=200, seed=request.seed))
