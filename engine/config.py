@@ -255,6 +255,8 @@ class EngineOptions:
     skinny_gemm: bool = True
     """On a GPU with `graphs`: linear layers of steps with up to 16 sequences run in kernels that read each weight
     once."""
+    onednn_linear: bool = True
+    """On a CPU: linear layers in float32 are computed by oneDNN where that takes less time."""
     numerics: Literal["fast", "invariant"] = "fast"
     """`invariant`: a token's numbers have the same bits whatever else is in the step, however its prompt was chunked or
     cached, on any replica of the same kind of GPU, at a cost in speed. `fast`: kernels are chosen by the size of a

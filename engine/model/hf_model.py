@@ -2,7 +2,7 @@
 
 The plain path is `forward`: `pack` makes the step's arrays, the backend plans their attention, `full_rows` calls the
 model. Everything that exists for speed is behind a switch of `EngineConfig`: `compile`, `graphs`,
-`prefill_graph_tokens`, `fuse_projections`, `restrict_last_layer`, `skinny_gemm`.
+`prefill_graph_tokens`, `fuse_projections`, `restrict_last_layer`, `skinny_gemm`, `onednn_linear`.
 """
 
 import os
@@ -53,6 +53,7 @@ from engine.model.optimize.compile import TRIED_TOKENS, compile_layers, compile_
 from engine.model.optimize.decoder_layers import decoder_layers
 from engine.model.optimize.fused_projections import fuse_projections
 from engine.model.optimize.last_layer import restrict_last_layer
+from engine.model.optimize.onednn_linear import OneDnnLinear, linear, use_onednn
 from engine.model.optimize.skinny_linear import skinny_step, use_skinny_linears
 from engine.model.packing_check import PackingCheck, find_head
 from engine.model.startup_progress import StartupProgress, silent, timed
@@ -115,7 +116,7 @@ class HFModel:
         self.bos_token_id: int | None = getattr(module.config.get_text_config(decoder=True), "bos_token_id", None)
         invariant = engine.numerics == "invariant"
         if invariant:  # without what rounds by the size of a step
-            engine = replace(engine, compile=False, skinny_gemm=False, prefill_graph_tokens=0)
+            engine = replace(engine, compile=False, skinny_gemm=False, prefill_graph_tokens=0, onednn_linear=False)
             self.dtype = torch.float32
         self._engine = engine
         self._decode_graphs: DecodeGraphs | None = None
@@ -164,10 +165,7 @@ class HFModel:
             proof = PackingCheck(self.probed, max_model_len=self.max_model_len, seed=self._engine.seed)
             proof.run()
         with timed("fuse projections", progress):
-            fuses = self._engine.fuse_projections
-            fuses = self.device.type == "cuda" if fuses is None else fuses
-            changed = fuse_projections(module) if fuses else 0
-            changed += restrict_last_layer(module, self.probed.attentions) if self._engine.restrict_last_layer else 0
+            changed = self._optimize(module)
         if changed:
             with timed("second packing check", progress):
                 proof.run()
@@ -179,6 +177,17 @@ class HFModel:
         if self._use_skinny_linears(module):
             with timed("skinny packing check", progress), skinny_step(1):
                 proof.run()
+
+    def _optimize(self, module: Any) -> int:
+        """Changes the model's layers as configured, and returns the number of changes."""
+        engine = self._engine
+        fuses = self.device.type == "cuda" if engine.fuse_projections is None else engine.fuse_projections
+        changed = fuse_projections(module) if fuses else 0
+        changed += restrict_last_layer(module, self.probed.attentions) if engine.restrict_last_layer else 0
+        changed += use_onednn(module) if engine.onednn_linear else 0
+        if self.head is not None and isinstance(module.get_output_embeddings(), OneDnnLinear):
+            self.head = replace(self.head, linear=linear)  # the bits of the model's own rows
+        return changed
 
     @property
     def _will_capture(self) -> bool:

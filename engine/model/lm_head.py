@@ -9,7 +9,7 @@ Shape legend: R rows, V vocabulary, H hidden size, L labels, T top tokens, C cho
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ class HeadSpec:
     bias: torch.Tensor | None  # [V]
     scale: float
     softcap: float
+    linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = torch.nn.functional.linear
 
     def columns(self, hidden_RH: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:
         """Returns logits f32 [R, L]. Products are summed in float32: no column is rounded to the model's dtype."""
@@ -45,7 +46,7 @@ class HeadSpec:
 
     def rows(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Returns logits [R, V] in the model's dtype, as the model itself computes them."""
-        logits = torch.nn.functional.linear(hidden_RH, self.weight, self.bias) * self.scale
+        logits = self.linear(hidden_RH, self.weight, self.bias) * self.scale
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 

@@ -14,6 +14,7 @@ from engine.model.encoder.encoder_check import EncoderCheck
 from engine.model.encoder.families import family_of, head_pooling, longest_row, segments_of
 from engine.model.encoder.packed_rows import EncoderRow, PackedRows, pack_rows
 from engine.model.heads.row_pooling import Pooling, pool_rows
+from engine.model.optimize.onednn_linear import use_onednn
 from engine.model.startup_progress import StartupProgress, silent, timed
 
 
@@ -36,6 +37,7 @@ class EncoderModel:
         *,
         max_model_len: int | None = None,
         seed: int = 0,
+        onednn_linear: bool = True,
         progress: StartupProgress = silent,
     ) -> None:
         """
@@ -43,6 +45,7 @@ class EncoderModel:
             module: A base model or a `*ForSequenceClassification` of transformers, on its device.
             max_model_len: Tokens of a row; None: as many as the model has positions for.
             seed: Draws the rows of the check.
+            onednn_linear: Whether linear layers in float32 on a CPU are computed by oneDNN.
             progress: Receives the stages.
 
         Raises:
@@ -62,6 +65,8 @@ class EncoderModel:
         if hasattr(self._base, "pooler"):
             self._base.pooler = None  # only a head reads it, which has it now
         check = EncoderCheck(self._base, self.max_model_len, self.segments, seed)
+        if onednn_linear:
+            use_onednn(self._base)
         if self._family.has_interface:
             self._base.set_attn_implementation(BIDIRECTIONAL)
         with timed("packing check", progress):

@@ -50,7 +50,13 @@ class PooledEncoder:
         """
         with timed("weights digest", progress):
             self.weights_digest = weights_digest(model.body, model.head, described=str(model.head.info))
-        self._encoder = EncoderModel(model.body, max_model_len=max_model_len, seed=engine.seed, progress=progress)
+        self._encoder = EncoderModel(
+            model.body,
+            max_model_len=max_model_len,
+            seed=engine.seed,
+            onednn_linear=engine.onednn_linear,
+            progress=progress,
+        )
         self._pooler = model.head
         self.pooling_head: HeadInfo | None = model.head.info
         self.vocab_size = self._encoder.vocab_size

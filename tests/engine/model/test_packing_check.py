@@ -1,5 +1,6 @@
 """Tests what is refused, with its reason; and faults of attention that the packing check must see."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -181,7 +182,7 @@ def test_projections_that_must_not_be_merged_are_found_after_merging(tiny_models
     """Keys read another input than queries: apart this is right, merged it is not."""
     module = tiny_models.module("llama")
     module.model.layers[2].self_attn.k_proj.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
-    HFModel(module, replace(ENGINE, fuse_projections=False, restrict_last_layer=False))
+    HFModel(copy.deepcopy(module), replace(ENGINE, fuse_projections=False, restrict_last_layer=False))
     with pytest.raises(UnsupportedModel, match="packed steps change its rows"):
         HFModel(module, replace(ENGINE, fuse_projections=True))
 

@@ -12,6 +12,7 @@ from engine.model.encoder.attention import attend_rows
 from engine.model.encoder.encoder_model import EncoderModel
 from engine.model.encoder.packed_rows import EncoderRow
 from engine.model.heads.row_pooling import Pooling
+from engine.model.optimize import onednn_linear
 from tests.engine.model.encoder.conftest import ENCODERS, LABELS, LENGTHS, LONGEST, PADDING, VOCAB
 
 TOLERANCE = 1e-5
@@ -175,3 +176,20 @@ def test_on_a_gpu_packed_rows_are_as_close_as_the_librarys_own(
     own = (tiny_encoders.reference(module, rows)[0].float() - truth).abs().max()
     packed = (EncoderModel(module).encode(rows).hidden.float() - truth).abs().max()
     assert packed <= 2 * own + TOLERANCE
+
+
+def test_linear_layers_are_computed_by_onednn_unless_they_must_not(
+    tiny_encoders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onednn_linear, "MIN_PRODUCT", 1)
+    calls, product = list[int](), onednn_linear._product
+
+    def noting(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        calls.append(len(x))
+        return product(x, *others)
+
+    monkeypatch.setattr(onednn_linear, "_product", noting)
+    EncoderModel(tiny_encoders.module("bert"), onednn_linear=False)
+    assert not calls
+    EncoderModel(tiny_encoders.module("bert"))  # its check compares
+    assert calls

@@ -1,0 +1,69 @@
+"""Computes float32 linear layers on a CPU by oneDNN, where torch takes them to its BLAS library.
+
+Gain: on two cores of an AMD EPYC the layers of a 0.1B model take 37 ms for 1,024 rows, by MKL 83; for 16 rows 1.5 ms,
+by MKL 2.9. Half precision needs nothing: torch itself takes it to oneDNN. Switch: `engine.onednn_linear`.
+
+oneDNN generates code for each shape, which takes half a millisecond and as many megabytes the first time: rows are
+padded to one of eight sizes between powers of two, so that there are few. A call costs 10 us more than one of MKL:
+products below `MIN_PRODUCT` stay there.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+MIN_PRODUCT = 1 << 20  # rows x inputs x outputs
+SIZE_BITS = 4  # a padded number of rows has this many leading binary digits, and zeros
+
+
+class OneDnnLinear(nn.Linear):
+    """Computes a linear layer, by oneDNN where that takes less time."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return linear(hidden, self.weight, self.bias)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Returns x weight^T + bias, f32 [..., N], of x f32 [..., K] and weight f32 [N, K] on a CPU."""
+    outputs, inputs = weight.shape
+    rows = x.numel() // inputs
+    if rows * inputs * outputs < MIN_PRODUCT:
+        return F.linear(x, weight, bias)
+    if (padded := padded_rows(rows)) == rows:
+        return _product(x, weight, bias)
+    whole = F.pad(x.reshape(rows, inputs), (0, 0, 0, padded - rows))
+    return _product(whole, weight, bias)[:rows].view(*x.shape[:-1], outputs)
+
+
+def padded_rows(rows: int) -> int:
+    """Returns the number of rows that so many are padded to: at most an eighth more."""
+    step = 1 << max(0, (rows - 1).bit_length() - SIZE_BITS)
+    return -(-rows // step) * step
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+def available() -> bool:
+    """Tells whether this build of torch has oneDNN's linear layers."""
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_onednn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def use_onednn(module: nn.Module) -> int:
+    """Makes the plain float32 linear layers of a module use oneDNN, in place, where torch has it.
+
+    Returns:
+        The number of layers that it has changed.
+    """
+    linears = [one for one in module.modules() if type(one) is nn.Linear and _fits(one)] if available() else []
+    for layer in linears:
+        layer.__class__ = OneDnnLinear  # the same module, with its weight, its hooks and its places in the model
+    return len(linears)
+
+
+def _fits(layer: nn.Linear) -> bool:
+    weight = layer.weight
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()

@@ -1,0 +1,116 @@
+"""Linear layers by oneDNN give what torch's own give, and other models are left alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.batch.input_batch import StepKind
+from engine.config import EngineConfig
+from engine.model.hf_model import HFModel
+from engine.model.optimize import onednn_linear
+from engine.model.optimize.onednn_linear import MIN_PRODUCT, OneDnnLinear, linear, padded_rows, use_onednn
+from tests.engine.model.conftest import CONFIGS, SLOTS
+
+ENGINE = EngineConfig(kv_slots=SLOTS)
+pytestmark = pytest.mark.skipif(not onednn_linear.available(), reason="this build of torch has no oneDNN")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of x in calls of oneDNN. The smallest product is one."""
+    shapes, product = list[tuple[int, ...]](), onednn_linear._product
+    monkeypatch.setattr(onednn_linear, "MIN_PRODUCT", 1)
+
+    def noting(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        shapes.append(tuple(x.shape))
+        return product(x, *others)
+
+    monkeypatch.setattr(onednn_linear, "_product", noting)
+    return shapes
+
+
+def _changed(module: nn.Module) -> int:
+    return sum(isinstance(one, OneDnnLinear) for one in module.modules())
+
+
+def test_rows_are_padded_by_an_eighth_at_most_to_few_sizes() -> None:
+    assert [padded_rows(rows) for rows in (1, 16, 17, 33, 128, 129, 1000)] == [1, 16, 18, 36, 128, 144, 1024]
+    every = [padded_rows(rows) for rows in range(1, 16_385)]
+    assert all(rows <= padded <= 1.125 * rows for rows, padded in enumerate(every, 1))
+    assert len(set(every)) == 16 + 8 * 10
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (16,), (19,), (1, 33), (3, 11), (0,)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_is_torchs_own(asked: list[tuple[int, ...]], shape: tuple[int, ...], biased: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn((*shape, 24), generator=generator), torch.randn((40, 24), generator=generator)
+    bias = torch.randn(40, generator=generator) if biased else None
+    found, own = linear(x, weight, bias), F.linear(x, weight, bias)
+    assert found.shape == own.shape and len(asked) == (0 not in shape)
+    torch.testing.assert_close(found, own, rtol=0, atol=2e-5)
+
+
+def test_a_row_that_is_left_out_of_padding_would_be_seen(
+    asked: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plants the fault: rows are padded to fewer than there are."""
+    monkeypatch.setattr(onednn_linear, "padded_rows", lambda rows: rows - 1)
+    with pytest.raises(RuntimeError):
+        linear(torch.ones(19, 24), torch.ones(40, 24), None)
+
+
+def test_small_products_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[int]()
+
+    def noting(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        calls.append(len(x))
+        return F.linear(x, weight, bias)
+
+    monkeypatch.setattr(onednn_linear, "_product", noting)
+    weight = torch.zeros((1 << 10, 1 << 6))
+    rows = MIN_PRODUCT >> 16
+    linear(torch.zeros((rows - 1, 1 << 6)), weight, None)
+    assert not calls
+    linear(torch.zeros((rows, 1 << 6)), weight, None)
+    assert calls == [rows]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_gives_its_own_rows(
+    tiny_models: Any, tiny_driver: Any, asked: list[tuple[int, ...]], name: str
+) -> None:
+    d = tiny_driver(tiny_models.module(name), engine=ENGINE)
+    assert _changed(d.model.module)
+    asked.clear()
+    index = d.add(23)
+    assert d.error(StepKind.SCORE, [d.run(index, 0, 23, rows=[3, 22])]) < 1e-4
+    assert asked
+
+
+def test_logits_of_hidden_rows_have_the_bits_of_the_models_own(
+    tiny_models: Any, tiny_driver: Any, asked: list[tuple[int, ...]]
+) -> None:
+    model = tiny_driver(tiny_models.module("llama"), engine=ENGINE).model
+    hidden = torch.randn((7, model.head.weight.shape[1]), generator=torch.Generator().manual_seed(0))
+    asked.clear()
+    assert torch.equal(model.head.rows(hidden), model.module.lm_head(hidden)) and len(asked) == 2
+
+
+def test_a_layer_that_mixes_rows_is_refused(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plants a fault in the product, which the packing check finds."""
+    monkeypatch.setattr(onednn_linear, "MIN_PRODUCT", 1)
+    monkeypatch.setattr(onednn_linear, "_product", lambda x, weight, bias: F.linear(x.roll(1, dims=-2), weight, bias))
+    with pytest.raises(Exception, match="packed steps change its rows"):
+        HFModel(tiny_models.module("llama"), ENGINE)
+
+
+def test_other_models_keep_their_layers(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _changed(HFModel(tiny_models.module("llama"), replace(ENGINE, onednn_linear=False)).module)
+    assert use_onednn(tiny_models.module("llama").to(torch.bfloat16)) == 0  # torch itself takes it to oneDNN
+    monkeypatch.setattr(onednn_linear, "available", lambda: False)
+    assert use_onednn(tiny_models.module("llama")) == 0
