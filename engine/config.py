@@ -255,6 +255,8 @@ class EngineOptions:
     skinny_gemm: bool = True
     """On a GPU with `graphs`: linear layers of steps with up to 16 sequences run in kernels that read each weight
     once."""
+    fused_norms: bool = True
+    """On a CPU: RMS norms are one operation where that gives the same bits."""
     onednn_linear: bool = True
     """On a CPU: linear layers in float32 are computed by oneDNN where that takes less time."""
     numerics: Literal["fast", "invariant"] = "fast"

@@ -2,7 +2,8 @@
 
 The plain path is `forward`: `pack` makes the step's arrays, the backend plans their attention, `full_rows` calls the
 model. Everything that exists for speed is behind a switch of `EngineConfig`: `compile`, `graphs`,
-`prefill_graph_tokens`, `fuse_projections`, `restrict_last_layer`, `skinny_gemm`, `onednn_linear`.
+`prefill_graph_tokens`, `fuse_projections`, `restrict_last_layer`, `skinny_gemm`, `fused_norms`,
+`onednn_linear`.
 """
 
 import os
@@ -51,6 +52,7 @@ from engine.model.lm_head import (
 )
 from engine.model.optimize.compile import TRIED_TOKENS, compile_layers, compile_outer_modules, record_outer_modules
 from engine.model.optimize.decoder_layers import decoder_layers
+from engine.model.optimize.fused_norms import fuse_norms
 from engine.model.optimize.fused_projections import fuse_projections
 from engine.model.optimize.last_layer import restrict_last_layer
 from engine.model.optimize.onednn_linear import OneDnnLinear, linear, use_onednn
@@ -116,7 +118,9 @@ class HFModel:
         self.bos_token_id: int | None = getattr(module.config.get_text_config(decoder=True), "bos_token_id", None)
         invariant = engine.numerics == "invariant"
         if invariant:  # without what rounds by the size of a step
-            engine = replace(engine, compile=False, skinny_gemm=False, prefill_graph_tokens=0, onednn_linear=False)
+            engine = replace(
+                engine, compile=False, skinny_gemm=False, prefill_graph_tokens=0, fused_norms=False, onednn_linear=False
+            )
             self.dtype = torch.float32
         self._engine = engine
         self._decode_graphs: DecodeGraphs | None = None
@@ -184,6 +188,7 @@ class HFModel:
         fuses = self.device.type == "cuda" if engine.fuse_projections is None else engine.fuse_projections
         changed = fuse_projections(module) if fuses else 0
         changed += restrict_last_layer(module, self.probed.attentions) if engine.restrict_last_layer else 0
+        changed += fuse_norms(module) if engine.fused_norms and self.device.type == "cpu" else 0
         changed += use_onednn(module) if engine.onednn_linear else 0
         if self.head is not None and isinstance(module.get_output_embeddings(), OneDnnLinear):
             self.head = replace(self.head, linear=linear)  # the bits of the model's own rows

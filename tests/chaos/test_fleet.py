@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.served import CHOSEN_LINK
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 WORDS = ("--random-weights", "--ingresses", "2", "--clients", "2", "--seconds", "3", "--at-once", "4", "--limit", "600")
@@ -18,14 +20,15 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "he
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-def run(out: Path, *words: str) -> list[dict[str, Any]]:
+def run(out: Path, *words: str, **sections: Any) -> list[dict[str, Any]]:
+    """The rows of a run; `sections` are options of the application."""
     (model := out / "small").mkdir()
     config = json.loads((ROOT / "benchmarks" / "models" / "qwen3-0.6b" / "config.json").read_text("utf-8"))
     (model / "config.json").write_text(json.dumps(config | SMALL), "utf-8")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, "-m", "benchmarks.fleet.bench_fleet", "--model", str(model), *WORDS]
     done = subprocess.run(
-        [*command, *words, "--out", str(out)],
+        [*command, *words, "--args", json.dumps(CHOSEN_LINK | sections), "--out", str(out)],
         cwd=ROOT,
         env=clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         check=False,
@@ -64,8 +67,5 @@ def test_mixed_load_loses_no_answer_and_no_token_whatever_happens_to_a_replica(t
 
 def test_without_retries_the_same_death_is_seen_to_fail_requests(tmp_path: Path) -> None:
     """The planted counterpart."""
-    rows = run(
-        tmp_path, "--workloads", "long-query", "--paths", "http", "--replicas", "2",
-        "--args", '{"retry": {"max_attempts": 1}}',
-    )  # fmt: skip
+    rows = run(tmp_path, "--workloads", "long-query", "--paths", "http", "--replicas", "2", retry={"max_attempts": 1})
     assert rows[-1]["failed"] > 0

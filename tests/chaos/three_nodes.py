@@ -25,6 +25,7 @@ import yaml
 
 from deployments.auth.api_keys import digest_of
 from deployments.cli.launch.ray_env import INLINE, PROXY_CALLBACK
+from tests.served import CHOSEN_LINK
 
 ROOT = Path(__file__).resolve().parents[2]
 NET, PORT, GCS = "10.77.0", 8000, 6379
@@ -114,6 +115,7 @@ def config(folder: Path) -> Path:
         "auth": {"mode": "keys", "keys": [key]},
         "drain": {"handoff_s": 5, "grace_s": 10},
         "health": {"min_replicas": 1},
+        **CHOSEN_LINK,
     }
     application["deployments"] = [
         {"name": "Ingress", "num_replicas": 2, "ray_actor_options": {"num_cpus": 0.1, "resources": {"front": 1}}},

@@ -97,7 +97,8 @@ class Driver:
         engine: EngineConfig | None = None,
     ) -> None:
         self.plain = copy.deepcopy(module)
-        engine = engine or EngineConfig(kv_slots=SLOTS, fuse_projections=True, onednn_linear=False)  # as on a GPU
+        as_on_a_gpu = EngineConfig(kv_slots=SLOTS, fuse_projections=True, fused_norms=False, onednn_linear=False)
+        engine = engine or as_on_a_gpu
         if not merge:
             engine = replace(engine, fuse_projections=False, restrict_last_layer=False, skinny_gemm=False)
         self.model = HFModel(module, engine, backend=backend)
