@@ -258,7 +258,8 @@ class EngineOptions:
     fused_norms: bool = True
     """On a CPU: RMS norms are one operation where that gives the same bits."""
     onednn_linear: bool = True
-    """On a CPU: linear layers in float32 are computed by oneDNN where that takes less time."""
+    """On a CPU: large linear layers in float32 are computed by oneDNN, which takes less time, and gives a row the same
+    bits in any number of rows."""
     numerics: Literal["fast", "invariant"] = "fast"
     """`invariant`: a token's numbers have the same bits whatever else is in the step, however its prompt was chunked or
     cached, on any replica of the same kind of GPU, at a cost in speed. `fast`: kernels are chosen by the size of a

@@ -1,23 +1,25 @@
 """Computes float32 linear layers on a CPU by oneDNN, where torch takes them to its BLAS library.
 
 Gain: on two cores of an AMD EPYC the layers of a 0.1B model take 37 ms for 1,024 rows, by MKL 83; for 16 rows 1.5 ms,
-by MKL 2.9. Half precision needs nothing: torch itself takes it to oneDNN. Switch: `engine.onednn_linear`.
+by MKL 2.9. A row has the same bits in any number of rows, which it has not by MKL. Half precision needs nothing: torch
+itself takes it to oneDNN. Switch: `engine.onednn_linear`.
 
-oneDNN generates code for each shape, which takes half a millisecond and as many megabytes the first time: rows are
-padded to one of eight sizes between powers of two, so that there are few. A call costs 10 us more than one of MKL:
-products below `MIN_PRODUCT` stay there.
+oneDNN generates code for each shape, which takes half a millisecond the first time and half a megabyte from then on.
+Rows are padded to one of eight sizes between powers of two, so that there are few: steps of all sizes make a process
+170 MB larger. A call costs 10 us more than one of MKL: layers with fewer than `MIN_WEIGHTS` stay there.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-MIN_PRODUCT = 1 << 20  # rows x inputs x outputs
+MIN_WEIGHTS = 1 << 18
+MIN_ROWS = 2  # a single row would be multiplied in another order
 SIZE_BITS = 4  # a padded number of rows has this many leading binary digits, and zeros
 
 
 class OneDnnLinear(nn.Linear):
-    """Computes a linear layer, by oneDNN where that takes less time."""
+    """Computes a linear layer by oneDNN."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return linear(hidden, self.weight, self.bias)
@@ -27,8 +29,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """Returns x weight^T + bias, f32 [..., N], of x f32 [..., K] and weight f32 [N, K] on a CPU."""
     outputs, inputs = weight.shape
     rows = x.numel() // inputs
-    if rows * inputs * outputs < MIN_PRODUCT:
-        return F.linear(x, weight, bias)
     if (padded := padded_rows(rows)) == rows:
         return _product(x, weight, bias)
     whole = F.pad(x.reshape(rows, inputs), (0, 0, 0, padded - rows))
@@ -36,7 +36,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def padded_rows(rows: int) -> int:
-    """Returns the number of rows that so many are padded to: at most an eighth more."""
+    """Returns the number of rows that so many are padded to: `MIN_ROWS`, or at most an eighth more."""
+    if rows < MIN_ROWS:
+        return MIN_ROWS
     step = 1 << max(0, (rows - 1).bit_length() - SIZE_BITS)
     return -(-rows // step) * step
 
@@ -53,7 +55,7 @@ def available() -> bool:
 
 
 def use_onednn(module: nn.Module) -> int:
-    """Makes the plain float32 linear layers of a module use oneDNN, in place, where torch has it.
+    """Makes the plain float32 linear layers of a module that are large enough use oneDNN, in place, where torch has it.
 
     Returns:
         The number of layers that it has changed.
@@ -66,4 +68,5 @@ def use_onednn(module: nn.Module) -> int:
 
 def _fits(layer: nn.Linear) -> bool:
     weight = layer.weight
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
+    plain = weight.dtype == torch.float32 and weight.is_contiguous()
+    return weight.device.type == "cpu" and plain and weight.numel() >= MIN_WEIGHTS

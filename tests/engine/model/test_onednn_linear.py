@@ -12,7 +12,7 @@ from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig
 from engine.model.hf_model import HFModel
 from engine.model.optimize import onednn_linear
-from engine.model.optimize.onednn_linear import MIN_PRODUCT, OneDnnLinear, linear, padded_rows, use_onednn
+from engine.model.optimize.onednn_linear import MIN_WEIGHTS, OneDnnLinear, linear, padded_rows, use_onednn
 from tests.engine.model.conftest import CONFIGS, SLOTS
 
 ENGINE = EngineConfig(kv_slots=SLOTS)
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.skipif(not onednn_linear.available(), reason="this buil
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of x in calls of oneDNN. The smallest product is one."""
+    """The shapes of x in calls of oneDNN, which takes layers of any size."""
     shapes, product = list[tuple[int, ...]](), onednn_linear._product
-    monkeypatch.setattr(onednn_linear, "MIN_PRODUCT", 1)
+    monkeypatch.setattr(onednn_linear, "MIN_WEIGHTS", 1)
 
     def noting(x: torch.Tensor, *others: Any) -> torch.Tensor:
         shapes.append(tuple(x.shape))
@@ -38,10 +38,10 @@ def _changed(module: nn.Module) -> int:
 
 
 def test_rows_are_padded_by_an_eighth_at_most_to_few_sizes() -> None:
-    assert [padded_rows(rows) for rows in (1, 16, 17, 33, 128, 129, 1000)] == [1, 16, 18, 36, 128, 144, 1024]
+    assert [padded_rows(rows) for rows in (1, 2, 16, 17, 33, 128, 129, 1000)] == [2, 2, 16, 18, 36, 128, 144, 1024]
     every = [padded_rows(rows) for rows in range(1, 16_385)]
-    assert all(rows <= padded <= 1.125 * rows for rows, padded in enumerate(every, 1))
-    assert len(set(every)) == 16 + 8 * 10
+    assert all(rows <= padded <= 1.125 * rows for rows, padded in enumerate(every[1:], 2))
+    assert len(set(every)) == 15 + 8 * 10
 
 
 @pytest.mark.parametrize("shape", [(1,), (5,), (16,), (19,), (1, 33), (3, 11), (0,)])
@@ -51,7 +51,7 @@ def test_a_product_is_torchs_own(asked: list[tuple[int, ...]], shape: tuple[int,
     x, weight = torch.randn((*shape, 24), generator=generator), torch.randn((40, 24), generator=generator)
     bias = torch.randn(40, generator=generator) if biased else None
     found, own = linear(x, weight, bias), F.linear(x, weight, bias)
-    assert found.shape == own.shape and len(asked) == (0 not in shape)
+    assert found.shape == own.shape and len(asked) == 1
     torch.testing.assert_close(found, own, rtol=0, atol=2e-5)
 
 
@@ -64,20 +64,21 @@ def test_a_row_that_is_left_out_of_padding_would_be_seen(
         linear(torch.ones(19, 24), torch.ones(40, 24), None)
 
 
-def test_small_products_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = list[int]()
+@pytest.mark.parametrize(("inputs", "outputs"), [(768, 768), (768, 3072), (3072, 768), (512, 512)])
+def test_a_row_has_the_same_bits_in_any_number_of_rows(inputs: int, outputs: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn((200, inputs), generator=generator), torch.randn((outputs, inputs), generator=generator)
+    whole = linear(x, weight, None)
+    for rows in (1, 2, 3, 7, 8, 17, 64, 130):
+        assert torch.equal(linear(x[:rows], weight, None), whole[:rows])
+    assert torch.equal(linear(x[40:41], weight, None), whole[40:41])
 
-    def noting(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        calls.append(len(x))
-        return F.linear(x, weight, bias)
 
-    monkeypatch.setattr(onednn_linear, "_product", noting)
-    weight = torch.zeros((1 << 10, 1 << 6))
-    rows = MIN_PRODUCT >> 16
-    linear(torch.zeros((rows - 1, 1 << 6)), weight, None)
-    assert not calls
-    linear(torch.zeros((rows, 1 << 6)), weight, None)
-    assert calls == [rows]
+def test_small_layers_stay_with_torch() -> None:
+    smaller = nn.Linear(MIN_WEIGHTS >> 9, (1 << 9) - 1)
+    large = nn.Linear(MIN_WEIGHTS >> 9, 1 << 9)
+    assert use_onednn(nn.ModuleList([smaller, large])) == 1
+    assert type(smaller) is nn.Linear and type(large) is OneDnnLinear
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -103,7 +104,7 @@ def test_logits_of_hidden_rows_have_the_bits_of_the_models_own(
 
 def test_a_layer_that_mixes_rows_is_refused(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plants a fault in the product, which the packing check finds."""
-    monkeypatch.setattr(onednn_linear, "MIN_PRODUCT", 1)
+    monkeypatch.setattr(onednn_linear, "MIN_WEIGHTS", 1)
     monkeypatch.setattr(onednn_linear, "_product", lambda x, weight, bias: F.linear(x.roll(1, dims=-2), weight, bias))
     with pytest.raises(Exception, match="packed steps change its rows"):
         HFModel(tiny_models.module("llama"), ENGINE)

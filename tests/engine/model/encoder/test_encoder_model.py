@@ -181,7 +181,7 @@ def test_on_a_gpu_packed_rows_are_as_close_as_the_librarys_own(
 def test_linear_layers_are_computed_by_onednn_unless_they_must_not(
     tiny_encoders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onednn_linear, "MIN_PRODUCT", 1)
+    monkeypatch.setattr(onednn_linear, "MIN_WEIGHTS", 1)
     calls, product = list[int](), onednn_linear._product
 
     def noting(x: torch.Tensor, *others: Any) -> torch.Tensor:
