@@ -6,6 +6,8 @@ A norm is replaced only where tried rows come out with the same bits: in float32
 1 + weight, or rounds between its operations, stays as it is.
 """
 
+import inspect
+
 import torch
 from torch import nn
 
@@ -32,7 +34,8 @@ def _fused(norm: nn.Module) -> nn.RMSNorm | None:
     weight = getattr(norm, "weight", None)
     eps = next((getattr(norm, name) for name in EPSILONS if hasattr(norm, name)), None)
     hooked = norm._forward_hooks or norm._forward_pre_hooks
-    if hooked or not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not isinstance(eps, float):
+    unary = len(inspect.signature(norm.forward).parameters) == 1  # some scale by a gate too
+    if hooked or not unary or not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not isinstance(eps, float):
         return None
     fused = nn.RMSNorm(len(weight), eps, device="meta")
     fused.weight = weight

@@ -31,6 +31,14 @@ class _Doubled(LlamaRMSNorm):  # type: ignore[misc]
         return 2 * super().forward(hidden)
 
 
+class _Gated(LlamaRMSNorm):  # type: ignore[misc]
+    """Takes more than rows."""
+
+    def forward(self, hidden: torch.Tensor, gate: torch.Tensor | None = None) -> Any:
+        found = super().forward(hidden)
+        return found if gate is None else found * gate
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
 def test_a_model_gives_the_same_bits(tiny_models: Any, name: str) -> None:
     module, ids = tiny_models.module(name), torch.arange(17)[None]
@@ -44,7 +52,7 @@ def test_a_model_gives_the_same_bits(tiny_models: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     "norm",
-    [Gemma2RMSNorm(WIDTH), LlamaRMSNorm(WIDTH).to(torch.bfloat16), _Doubled(WIDTH)],
+    [Gemma2RMSNorm(WIDTH), LlamaRMSNorm(WIDTH).to(torch.bfloat16), _Doubled(WIDTH), _Gated(WIDTH)],
     ids=lambda one: str(type(one)),
 )
 def test_a_norm_with_other_bits_stays(norm: nn.Module) -> None:
