@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -192,7 +193,8 @@ async def test_a_step_is_one_call_for_all_streams_of_a_sink(make_rig: MakeRig, g
     requests = [generate_job(range(20 + number), max_tokens=30, seed=number) for number in range(6)]
     expected = [(await rig.run(request)).tokens for request in requests]
     heard: dict[int, list[int]] = {}
-    ended = asyncio.Semaphore(0)
+    ended, begun = asyncio.Semaphore(0), threading.Event()
+    rig.model.on_forward = lambda kind, sequences: begun.wait()  # no step runs before all requests have come
 
     def started(number: int) -> None:
         def deliver(result: GenerateChunk | EngineError) -> None:
@@ -205,6 +207,7 @@ async def test_a_step_is_one_call_for_all_streams_of_a_sink(make_rig: MakeRig, g
 
     for number in range(6):
         started(number)
+    begun.set()
     for _ in range(6):
         await ended.acquire()
     for number, tokens in enumerate(expected):
