@@ -125,7 +125,8 @@ class IngressMetrics:
         self._shards = histogram("assay_fanout_shards", "Shards of a scoring request.", SHARDS)
         about = "Scoring requests, or shards, of one call to a replica."
         self._batched = histogram("assay_micro_batch_requests", about, SHARDS)
-        self._handle_calls = counter("assay_handle_calls", "Calls to replicas that went through Ray, where links are on.")
+        about = "Calls to replicas that went through Ray, where links are on."
+        self._handle_calls = counter("assay_handle_calls", about)
         # Tokens and items.
         about = "Time to the first token of completions."
         self._first = histogram("assay_time_to_first_token_seconds", about, SECONDS, "route")
