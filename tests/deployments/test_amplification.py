@@ -95,13 +95,16 @@ async def ask_with(app: FastAPI, path: str, data: bytes) -> Cost:
     return Cost(status, len(data), answered, time.process_time() - began, beginning.decode("utf-8", "replace"))
 
 
-async def longest_pause(app: FastAPI, path: str, data: bytes) -> tuple[float, list[Cost]]:
-    """Seconds that a timer of the loop was late beside ten such requests, the best of some tries.
+async def longest_pause(
+    app: FastAPI, path: str, data: bytes, tries: int = TRIES, enough_s: float = 0.0
+) -> tuple[float, list[Cost]]:
+    """Seconds that a timer of the loop was late beside ten such requests, the best of some tries, or the first below
+    `enough_s`.
 
     A pause counts as far as this process computed in it: others use the machine too.
     """
     best, found = float("inf"), list[Cost]()
-    for _ in range(TRIES):
+    for _ in range(tries):
         late = 0.0
         asked = asyncio.gather(*(ask_with(app, path, data) for _ in range(TOGETHER)))
         while not asked.done():
@@ -109,7 +112,7 @@ async def longest_pause(app: FastAPI, path: str, data: bytes) -> tuple[float, li
             await asyncio.sleep(TICK_S)
             late = max(late, min(time.monotonic() - began - TICK_S, time.process_time() - computed))
         found, best = list(await asked), min(best, late)
-        if best < MAX_PAUSE_S:
+        if best < enough_s:
             break
     return best, found
 
@@ -166,7 +169,7 @@ TEN: dict[str, tuple[str, dict[str, Any], int]] = {
 @pytest.mark.parametrize("name", TEN)
 async def test_the_loop_turns_beside_ten_texts_at_the_limit(api: Callable[..., FastAPI], name: str) -> None:
     path, body, status = TEN[name]
-    pause, costs = await longest_pause(api(), path, encoded(body))
+    pause, costs = await longest_pause(api(), path, encoded(body), enough_s=MAX_PAUSE_S)
     print(f"R3 ten times {name}: longest pause {1e3 * pause:.0f} ms, {costs[0]}")
     assert {cost.status for cost in costs} == {status}
     assert pause < MAX_PAUSE_S
@@ -177,11 +180,16 @@ async def test_the_loop_turns_beside_ten_texts_at_the_limit(api: Callable[..., F
 async def test_without_limits_and_pieces_the_loop_would_stop(
     api: Callable[..., FastAPI], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handler, "encode", lambda body, maximum: [to_json(body)])
+    """Compared with the pause of the same answers in pieces, since how long one call takes depends on the machine: 3 to
+    11 times."""
     unlimited = api(max_tokenize_bytes=1 << 30, max_tokenize_tokens=1 << 30, max_answer_bytes=1 << 40)
-    body = {"prompt": "\u0301" * 1_500_000, "return_token_strs": True}
-    pause, costs = await longest_pause(unlimited, "/tokenize", encoded(body))
-    assert {cost.status for cost in costs} == {200} and pause > MAX_PAUSE_S
+    data = encoded({"prompt": "\u0301" * 1_500_000, "return_token_strs": True})
+    in_pieces, _ = await longest_pause(unlimited, "/tokenize", data, tries=2)
+    monkeypatch.setattr(handler, "encode", lambda body, maximum: [to_json(body)])
+    pause, costs = await longest_pause(unlimited, "/tokenize", data, tries=2)
+    print(f"R3 a text without limits: longest pause in pieces {1e3 * in_pieces:.0f} ms, whole {1e3 * pause:.0f} ms")
+    assert {cost.status for cost in costs} == {200}
+    assert pause > 2 * in_pieces
 
 
 def filled_with(entry: str, count: int) -> bytes:
@@ -214,7 +222,7 @@ LARGE: dict[str, bytes] = {
 )
 @pytest.mark.parametrize("name", LARGE)
 async def test_the_loop_turns_beside_ten_bodies_at_the_limit(api: Callable[..., FastAPI], name: str) -> None:
-    pause, costs = await longest_pause(api(), "/v1/completions", LARGE[name])
+    pause, costs = await longest_pause(api(), "/v1/completions", LARGE[name], enough_s=MAX_PAUSE_S)
     print(f"R3 ten bodies of {name}: longest pause {1e3 * pause:.0f} ms, {costs[0]}")
     assert {cost.status for cost in costs} <= {200, 400, 413}
     assert pause < MAX_PAUSE_S
@@ -226,9 +234,12 @@ async def test_the_loop_turns_beside_ten_bodies_at_the_limit(api: Callable[..., 
 async def test_bodies_read_in_one_call_would_be_seen(
     api: Callable[..., FastAPI], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """Compared with the pause as it is, since how long one call takes depends on the machine: 4 to 26 times."""
+    as_it_is, _ = await longest_pause(api(), "/v1/completions", LARGE[name], tries=3)
     monkeypatch.setattr(json_pieces, "read", lambda data, limits, parse: from_json(data))
-    pause, _ = await longest_pause(api(), "/v1/completions", LARGE[name])
-    assert pause > MAX_PAUSE_S
+    pause, _ = await longest_pause(api(), "/v1/completions", LARGE[name], tries=3)
+    print(f"R3 ten bodies of {name}: longest pause {1e3 * as_it_is:.0f} ms, in one call {1e3 * pause:.0f} ms")
+    assert pause > 2 * as_it_is
 
 
 @pytest.mark.parametrize("text", TEXTS)

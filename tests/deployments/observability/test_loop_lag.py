@@ -117,12 +117,15 @@ async def test_work_on_the_loop_would_be_seen(
     async def here(api: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
+    """Compared with the call as it is, since how long the work takes depends on the machine: 15 to 80 times."""
+    client = lag_client()
+    as_it_is, _, _ = await measured(client, name, monkeypatch)
     monkeypatch.setattr("deployments.api.handler.RequestHandler.in_thread", here)
     monkeypatch.setattr("deployments.api.handler.OFF_LOOP_BYTES", 1 << 40)
-    client = lag_client()
     busy, _, _ = await measured(client, name, monkeypatch)
     await client.http.aclose()
-    assert busy > BLOCKED_S
+    print(f"R3 {name}: longest call {1e3 * as_it_is:.1f} ms, on the loop {1e3 * busy:.1f} ms")
+    assert busy > 3 * as_it_is
 
 
 async def test_the_metric_tells_how_late_the_loop_was() -> None:
