@@ -139,12 +139,15 @@ class ModelRunner:
 
     def _write_tokens(self, step: Step, tokens: object) -> None:
         """Writes the sampled tokens to the device's token table, where the next step finds them."""
-        device = self.model.device
+        device, table = self.model.device, self._table.token_table
+        if isinstance(tokens, np.ndarray) and device.type == "cpu":
+            table.numpy()[step.slots, step.positions] = np.maximum(tokens, 0)
+            return
         new = torch.as_tensor(tokens).to(device=device, dtype=torch.int32).clamp(min=0)
         at = torch.from_numpy(np.stack((step.slots, step.positions)))
         if device.type == "cuda":
             at = at.pin_memory().to(device, non_blocking=True)
-        self._table.token_table.index_put_((at[0], at[1]), new)
+        table.index_put_((at[0], at[1]), new)
 
 
 def _filled(lists: list[Int32s], sizes: list[int]) -> npt.NDArray[np.int64]:

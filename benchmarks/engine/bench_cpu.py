@@ -28,6 +28,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.checkpoint import BUILTIN
 from engine.model.hf_model import HFModel
+from engine.model.startup_progress import silent
 from engine.requests import GenerateRequest, Int32s, ScoreRequest
 from engine.utils.cpu import run_apart
 from gpu_sampler.sampling_params import SamplingParams
@@ -175,9 +176,11 @@ SHARE = {"builtin": 1, "0.1B": 3}  # of the rounds: one of the larger model take
 
 
 def sides(module: Any, batch: int) -> tuple[Ours, Library]:
-    """Returns both sides; the engine has a copy of the model."""
+    """Returns both sides; the engine, as a service starts it, has a copy of the model."""
     config = EngineConfig(kv_slots=1 << 15)
-    return Ours(Engine(HFModel(copy.deepcopy(module).eval(), config), config)), Library(module.eval(), batch)
+    engine = Engine(HFModel(copy.deepcopy(module).eval(), config), config)
+    engine.warm_up(silent)
+    return Ours(engine), Library(module.eval(), batch)
 
 
 def work_of(round_: int, vocab: int, shortest: int, longest: int) -> Work:

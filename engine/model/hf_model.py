@@ -3,7 +3,7 @@
 The plain path is `forward`: `pack` makes the step's arrays, the backend plans their attention, `full_rows` calls the
 model. Everything that exists for speed is behind a switch of `EngineConfig`: `compile`, `graphs`,
 `prefill_graph_tokens`, `fuse_projections`, `restrict_last_layer`, `skinny_gemm`, `fused_norms`,
-`onednn_linear`.
+`onednn_linear`, `trace_base`.
 """
 
 import os
@@ -57,6 +57,7 @@ from engine.model.optimize.fused_projections import fuse_projections
 from engine.model.optimize.last_layer import restrict_last_layer
 from engine.model.optimize.onednn_linear import OneDnnLinear, linear, use_onednn
 from engine.model.optimize.skinny_linear import skinny_step, use_skinny_linears
+from engine.model.optimize.traced_base import TracedBase, trace_base
 from engine.model.packing_check import PackingCheck, find_head
 from engine.model.startup_progress import StartupProgress, silent, timed
 from engine.model.weights_digest import weights_digest
@@ -119,12 +120,19 @@ class HFModel:
         invariant = engine.numerics == "invariant"
         if invariant:  # without what rounds by the size of a step
             engine = replace(
-                engine, compile=False, skinny_gemm=False, prefill_graph_tokens=0, fused_norms=False, onednn_linear=False
+                engine,
+                compile=False,
+                skinny_gemm=False,
+                prefill_graph_tokens=0,
+                fused_norms=False,
+                onednn_linear=False,
+                trace_base=False,
             )
             self.dtype = torch.float32
         self._engine = engine
         self._decode_graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
+        self._traced: TracedBase | None = None
         self.prefill_graph_limit: StepSize | None = None
         self.padded_tokens = self.graph_replays = 0
         self.head_watch: Stopwatch | None = None
@@ -228,6 +236,8 @@ class HFModel:
                 return self._decode_graphs.replay(batch)
         else:
             batch = self._pack(kind, sequences, token_table)
+        if self._traced is not None and self.head is not None:
+            return self.head.rows(self._eager_rows(batch))
         return full_rows(self.module, self._backend.plan(batch), batch)
 
     def _replayed(self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> torch.Tensor | None:
@@ -244,9 +254,17 @@ class HFModel:
         """Returns the rows [R, hidden] that the head reads."""
         hidden = self._replayed(kind, sequences, token_table)
         if hidden is None:
-            batch = self._pack(kind, sequences, token_table)
-            hidden = hidden_rows(self.module, self._backend.plan(batch), batch)
+            hidden = self._eager_rows(self._pack(kind, sequences, token_table))
         return hidden
+
+    def _eager_rows(self, batch: InputBatch) -> torch.Tensor:
+        """Returns the rows [R, hidden] that the head reads, by the model's modules or as they were traced."""
+        step = self._backend.plan(batch)
+        if self._traced is None or batch.num_tokens > self._traced.max_tokens:
+            return hidden_rows(self.module, step, batch)
+        rows = self._traced.rows(step, batch)
+        self._layers_done()
+        return rows
 
     def _pack(
         self,
@@ -339,11 +357,18 @@ class HFModel:
 
     @torch.no_grad()
     def warm_up(self, progress: StartupProgress) -> None:
-        """Builds attention kernels, compiles the layers and the modules around them, and captures graphs, on CUDA and
-        in the first call alone."""
-        if self.device.type != "cuda" or self._warm:
+        """Builds attention kernels, compiles the layers and the modules around them, and captures graphs, on CUDA;
+        traces the model's base on a CPU. In the first call alone."""
+        if self._warm:
             return
         self._warm = True
+        if self.device.type != "cuda":
+            if self._engine.trace_base:
+                with timed("trace", progress):
+                    self._traced = trace_base(
+                        self.module, self._backend, longest=self.max_model_len, slots=self.num_slots
+                    )
+            return
         tokens = self._engine.token_budget
         with timed("attention kernels", progress):
             self._run_idle_steps((tokens, self._engine.max_running))

@@ -31,11 +31,10 @@ _DRAWS_AT_ONCE: Final = 8
 
 def clean(logits_RV: Float32s) -> tuple[Float32s, npt.NDArray[np.bool_]]:
     """Returns logits with NaN and +inf as -inf, and which rows had one."""
-    bad_RV = ~(logits_RV < np.inf)  # NaN compares false too
-    bad_R = np.asarray(bad_RV.any(axis=1))
+    bad_R = np.asarray(~(logits_RV.max(axis=1) < np.inf))  # the largest of a row with NaN is NaN, which compares false
     if not bad_R.any():
         return logits_RV, bad_R
-    return np.where(bad_RV, np.float32(-np.inf), logits_RV), bad_R
+    return np.where(logits_RV < np.inf, logits_RV, np.float32(-np.inf)), bad_R
 
 
 def first(z_V: Float32s, n: int) -> Int64s:

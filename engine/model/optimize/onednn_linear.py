@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.utils.torch_ops import operation
+
 MIN_WEIGHTS = 1 << 17
 MIN_ROWS = 2  # a single row would be multiplied in another order
 SIZE_BITS = 4  # a padded number of rows has this many leading binary digits, and zeros
@@ -22,7 +24,10 @@ class OneDnnLinear(nn.Linear):
     """Computes a linear layer by oneDNN."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return linear(hidden, self.weight, self.bias)
+        # A traced step must not depend on the number of rows.
+        called = torch.ops.assay.onednn_linear if torch.compiler.is_compiling() else linear
+        out: torch.Tensor = called(hidden, self.weight, self.bias)
+        return out
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -33,6 +38,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         return _product(x, weight, bias)
     whole = F.pad(x.reshape(rows, inputs), (0, 0, 0, padded - rows))
     return _product(whole, weight, bias)[:rows].view(*x.shape[:-1], outputs)
+
+
+def _shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], len(weight)))
+
+
+operation("onednn_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _shape)(linear)
 
 
 def padded_rows(rows: int) -> int:
