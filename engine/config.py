@@ -261,7 +261,8 @@ class EngineOptions:
     """On a CPU: large linear layers in float32 are computed by oneDNN, which takes less time, and gives a row the same
     bits in any number of rows."""
     trace_base: bool = True
-    """On a CPU: steps of few tokens run the model's operations without its modules, with the same bits."""
+    """On a CPU: steps of up to 128 tokens run the model's operations without its modules, with the same bits. Start-up
+    takes a second or two more."""
     numerics: Literal["fast", "invariant"] = "fast"
     """`invariant`: a token's numbers have the same bits whatever else is in the step, however its prompt was chunked or
     cached, on any replica of the same kind of GPU, at a cost in speed. `fast`: kernels are chosen by the size of a

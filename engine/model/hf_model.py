@@ -366,7 +366,11 @@ class HFModel:
             if self._engine.trace_base:
                 with timed("trace", progress):
                     self._traced = trace_base(
-                        self.module, self._backend, longest=self.max_model_len, slots=self.num_slots
+                        self.module,
+                        self._backend,
+                        longest=self.max_model_len,
+                        slots=self.num_slots,
+                        vocab_size=self.vocab_size,
                     )
             return
         tokens = self._engine.token_budget

@@ -46,7 +46,9 @@ class HeadSpec:
 
     def rows(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Returns logits [R, V] in the model's dtype, as the model itself computes them."""
-        logits = self.linear(hidden_RH, self.weight, self.bias) * self.scale
+        logits = self.linear(hidden_RH, self.weight, self.bias)
+        if self.scale != 1:
+            logits = logits * self.scale
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 

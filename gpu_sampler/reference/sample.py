@@ -54,17 +54,19 @@ def sample(logits_RV: Float32s, state: SamplingState, slots: Ids, processed: boo
 def targets(logits_RV: Float32s, state: SamplingState, places: Sequence[RowPosition]) -> Targets:
     """Processes the rows, and applies their filters as far as drawing needs it."""
     raw_RV, bad_R = clean(logits_RV)
-    processed_RV = [apply_logits_processors(row, state, *place) for row, place in zip(raw_RV, places, strict=True)]
+    raw, largest_R = list(raw_RV), raw_RV.max(axis=1)
+    processed_RV = [apply_logits_processors(row, state, *place) for row, place in zip(raw, places, strict=True)]
     # A repetition penalty near 0 or a bias can leave the finite range only downwards: no second `clean` is needed.
     flags = np.where(bad_R, np.uint32(RowFlag.BAD_VALUE), np.uint32(0)).astype(np.uint32)
     routes = [branch(state, place.slot) for place in places]
     found = Targets(raw_RV, processed_RV, state, places, routes, {}, [None] * len(places), flags)
     for index, place in enumerate(places):
-        if processed_RV[index].max() == -np.inf:
+        row = processed_RV[index]
+        if (largest_R[index] if row is raw[index] else row.max()) == -np.inf:
             flags[index] |= np.uint32(RowFlag.NO_TOKEN)
             routes[index] = "empty"
         elif routes[index] != "greedy":
-            found.rows[index] = _row(processed_RV[index], state, place)
+            found.rows[index] = _row(row, state, place)
             if routes[index] != "plain":
                 found.kept[index], flag = filters.keep(found.rows[index])
                 flags[index] |= np.uint32(flag)

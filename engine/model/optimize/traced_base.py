@@ -1,7 +1,7 @@
 """Runs a model's base, which is all of it but the head, as the straight line of operations that a small step makes.
 
 On a CPU a step of few tokens is some two hundred small operations, and calling the library's modules around them takes
-a third of its time. torch's compiler front end follows one step through those modules and writes the operations down;
+a quarter of its time. torch's compiler front end follows one step through those modules and writes the operations down;
 they run again without the modules, for any number of tokens. Nothing is compiled, so that no C++ compiler is needed and
 every number has the same bits. Switch: `engine.trace_base`.
 
@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 MAX_TOKENS = 128  # of a traced step: in larger ones the operations take most of the time
 TRIED_TOKENS = (MIN_TOKENS, 3, 61, MAX_TOKENS)
-VOCABULARY = 128  # of the tried steps
 MAX_REASON_CHARS = 300  # of the front end's message in the log
 
 
@@ -70,7 +69,9 @@ class TracedBase:
         return hidden[0, batch.keep_rows]
 
 
-def trace_base(module: Any, backend: AttentionBackend, *, longest: int, slots: int) -> TracedBase | None:
+def trace_base(
+    module: Any, backend: AttentionBackend, *, longest: int, slots: int, vocab_size: int
+) -> TracedBase | None:
     """Follows a step through a model, and tries what it has found.
 
     It writes to the first slots of the KV storage, which nothing may be using.
@@ -80,23 +81,24 @@ def trace_base(module: Any, backend: AttentionBackend, *, longest: int, slots: i
         backend: Computes attention.
         longest: Tokens of a sequence at most.
         slots: Slots of the storage, the padding slot included.
+        vocab_size: Ids that the model takes.
 
     Returns:
         The traced base; None where the model's own modules have to run.
     """
     largest = min(MAX_TOKENS, longest, slots - 1)
-    sizes = sorted({min(size, largest) for size in TRIED_TOKENS})
     if largest < MIN_TOKENS:
         return None
+    steps = [_step(size, vocab_size, module.device) for size in sorted({min(size, largest) for size in TRIED_TOKENS})]
     try:
-        traced = _traced(module.base_model, backend, _batch(sizes[-2:][0], module.device), largest)
+        traced = _traced(module.base_model, backend, steps[-1], largest)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:MAX_REASON_CHARS]
         log.info("The model's modules run as they are, since a step could not be followed: %s", reason)
         return None
-    for size in sizes:
-        batch = _batch(size, module.device)
+    for batch in steps:
         if not torch.equal(traced.rows(backend.plan(batch), batch), hidden_rows(module, backend.plan(batch), batch)):
+            size = batch.num_tokens
             log.warning("The model's modules run as they are, since a traced step of %d tokens differs.", size)
             return None
     return traced
@@ -117,14 +119,15 @@ def _traced(base: nn.Module, backend: AttentionBackend, batch: InputBatch, max_t
         # without the base's own hooks, which time it
         return base.forward(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
 
+    dynamo: Any = torch._dynamo
     ids, positions = batch.ids[None].clone(), batch.positions[None].clone()
     for tensor in (ids, positions):
-        torch._dynamo.mark_dynamic(tensor, 1)
+        dynamo.mark_dynamic(tensor, 1)
     try:
-        with forward_context(backend.plan(batch), batch.keep_rows), torch._dynamo.config.patch(specialize_float=True):
+        with forward_context(backend.plan(batch), batch.keep_rows), dynamo.config.patch(specialize_float=True):
             hidden = torch.compile(follow, fullgraph=True, backend=keep)(ids, positions)
     finally:
-        torch._dynamo.reset_code(follow.__code__)  # else the code of one model would count for the next
+        dynamo.reset_code(follow.__code__)  # else the code of one model would count for the next
     (operations,) = found
     sizes = [value for value in operations.arguments if isinstance(value, int)]
     if any(size != batch.num_tokens for size in sizes):
@@ -134,9 +137,9 @@ def _traced(base: nn.Module, backend: AttentionBackend, batch: InputBatch, max_t
     return TracedBase(operations, ids, positions, max_tokens)
 
 
-def _batch(tokens: int, device: torch.device) -> InputBatch:
+def _step(tokens: int, vocab_size: int, device: torch.device) -> InputBatch:
     """Returns a step of one sequence, half of whose rows the head reads."""
-    ids = np.arange(tokens, dtype=np.int32) * 7 % VOCABULARY
+    ids = np.arange(tokens, dtype=np.int32) * 7 % vocab_size
     slots = np.arange(1, tokens + 1, dtype=np.int32)
     rows = np.arange(tokens % 2, tokens, 2, dtype=np.int32)
     table = torch.zeros((1, 1), dtype=torch.int32, device=device)

@@ -97,7 +97,9 @@ class Driver:
         engine: EngineConfig | None = None,
     ) -> None:
         self.plain = copy.deepcopy(module)
-        as_on_a_gpu = EngineConfig(kv_slots=SLOTS, fuse_projections=True, fused_norms=False, onednn_linear=False)
+        as_on_a_gpu = EngineConfig(
+            kv_slots=SLOTS, fuse_projections=True, fused_norms=False, onednn_linear=False, trace_base=False
+        )
         engine = engine or as_on_a_gpu
         if not merge:
             engine = replace(engine, fuse_projections=False, restrict_last_layer=False, skinny_gemm=False)

@@ -94,13 +94,18 @@ def test_one_long_row_among_short_ones_is_attended_alone(monkeypatch: pytest.Mon
 def test_no_copy_on_a_cpu_is_larger_than_a_sequence_needs(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     token = KV_HEADS * (KEY_DIM + VALUE_DIM) * 4
     copied: list[int] = []
-    gathered = torch_backend._gathered
+    gathered, single = torch_backend._gathered, torch_backend._attend_single
 
     def noted(call: Any, slots: torch.Tensor, count: int) -> Any:
         copied.append(len(slots) * token)
         return gathered(call, slots, count)
 
+    def noted_single(call: Any, block: Any) -> Any:
+        copied.append(len(block.slots) * token)
+        return single(call, block)
+
     monkeypatch.setattr(torch_backend, "_gathered", noted)
+    monkeypatch.setattr(torch_backend, "_attend_single", noted_single)
     together = _Case(*SHAPES[shape]).op(0.3, NO_WINDOW, NO_SOFTCAP, None)
     assert max(copied) > 14 * token
     copied.clear()
@@ -108,6 +113,27 @@ def test_no_copy_on_a_cpu_is_larger_than_a_sequence_needs(shape: str, monkeypatc
     apart = _Case(*SHAPES[shape]).op(0.3, NO_WINDOW, NO_SOFTCAP, None)
     assert max(copied) <= 14 * token
     assert torch.allclose(apart, together, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_scores_of_halves_are_not_rounded(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single tokens attend by products of matrices in float32, and by torch's fused attention in halves."""
+    case, called = _Case(*SHAPES["decode"]), list[torch.dtype]()
+    single = torch_backend._attend_single
+
+    def noted(call: Any, block: Any) -> Any:
+        called.append(call.q_THD.dtype)
+        return single(call, block)
+
+    monkeypatch.setattr(torch_backend, "_attend_single", noted)
+    wanted = case.op(0.3, NO_WINDOW, NO_SOFTCAP, None)
+    case.q, case.k, case.v = (tensor.to(dtype) for tensor in (case.q, case.k, case.v))
+    for pool in (case.pool.keys, case.pool.values):
+        pool[0] = pool[0].to(dtype)
+    called.clear()
+    found = case.op(0.3, NO_WINDOW, NO_SOFTCAP, None)
+    assert called == ([torch.float32] if dtype is torch.float32 else [])
+    assert torch.allclose(found.float(), wanted, atol=0.05)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

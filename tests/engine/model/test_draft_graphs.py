@@ -184,7 +184,7 @@ def drafting(tiny_models: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch
         sampler: type[Sampler] = HostSampler,
         rows: Sequence[dict[str, Any]] = KINDS_OF_ROWS,
     ) -> Drafting:
-        backend, engine = FlashInferAttention(CPU, torch.float32), EngineConfig(kv_slots=POOL)
+        backend, engine = FlashInferAttention(CPU, torch.float32), EngineConfig(kv_slots=POOL, trace_base=False)
         model = HFModel(tiny_models.module(name, **BODIES[name]), engine, backend=backend)
         made = Drafting(model, sampler(num_slots=LIVE + 1, vocab_size=VOCAB), config_of(method), rows)
         with torch.no_grad():
