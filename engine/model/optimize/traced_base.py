@@ -92,16 +92,20 @@ def trace_base(
     steps = [_step(size, vocab_size, module.device) for size in sorted({min(size, largest) for size in TRIED_TOKENS})]
     try:
         traced = _traced(module.base_model, backend, steps[-1], largest)
+        differ = [batch.num_tokens for batch in steps if not _same(traced, module, backend, batch)]
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:MAX_REASON_CHARS]
         log.info("The model's modules run as they are, since a step could not be followed: %s", reason)
         return None
-    for batch in steps:
-        if not torch.equal(traced.rows(backend.plan(batch), batch), hidden_rows(module, backend.plan(batch), batch)):
-            size = batch.num_tokens
-            log.warning("The model's modules run as they are, since a traced step of %d tokens differs.", size)
-            return None
+    if differ:
+        log.warning("The model's modules run as they are, since traced steps of %s tokens differ.", differ)
+        return None
     return traced
+
+
+def _same(traced: TracedBase, module: Any, backend: AttentionBackend, batch: InputBatch) -> bool:
+    own = hidden_rows(module, backend.plan(batch), batch)
+    return torch.equal(traced.rows(backend.plan(batch), batch), own)
 
 
 def _traced(base: nn.Module, backend: AttentionBackend, batch: InputBatch, max_tokens: int) -> TracedBase:

@@ -129,6 +129,14 @@ def test_a_model_that_looks_at_numbers_keeps_its_modules(
     assert not traced_steps
 
 
+def test_a_trace_that_fails_when_it_is_tried_is_not_used(
+    tiny_models: Any, tiny_driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(TracedBase, "rows")
+    driver = made(tiny_driver, tiny_models.module("llama"))
+    assert driver.error(StepKind.PREFILL, [driver.run(driver.add(7), 0, 7)]) < CHANGED_BITS
+
+
 class _ByLength(nn.Module):
     """A norm that does something else in long steps: the planted fault of a trace that holds for short ones alone."""
 
@@ -147,7 +155,7 @@ def test_a_trace_with_other_bits_is_not_used(
     base = driver.model.module.model
     base.norm = _ByLength(base.norm)
     driver.model.warm_up(lambda stage, seconds: None)
-    assert "a traced step of 2 tokens differs" in caplog.text
+    assert "traced steps of [2, 3] tokens differ" in caplog.text
     assert driver.model._traced is None
 
 
