@@ -1,7 +1,6 @@
 """Defines what every test may use: the fault-test model, and one Ray cluster for those that need processes."""
 
 import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from deployments.cli.launch.ray_env import KILL_UNHEALTHY, PROXY_CALLBACK
 from tests.served import CHOSEN_LINK
+from tests.support.ports import free_port
 
 pytest.register_assert_rewrite("tests.deployments")  # fixtures' assertions are reported like those of tests
 
@@ -109,9 +109,7 @@ def cluster() -> Iterator[Callable[..., str]]:
     import ray
     from ray import serve
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     path = os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))
     ray.init(
         address="local",

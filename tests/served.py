@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "deployments" / "configs"
@@ -69,9 +70,7 @@ def serving(
 
 def on_a_free_port(name: str, folder: Path, **sections: dict[str, Any]) -> tuple[Path, int]:
     """A file in `folder` with the configuration `name`, some of its sections changed; and its port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
+    port = free_port()
     config = yaml.safe_load((CONFIGS / name).read_text("utf-8"))
     config["http_options"]["port"] = port
     args = config["applications"][0]["args"]

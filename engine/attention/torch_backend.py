@@ -235,8 +235,8 @@ def _single_tokens(
 def _attend_single(call: AttentionCall, block: _Block) -> torch.Tensor:
     """Attends in the sequences of a step of single tokens, which are one block: [T, H, E] in float32.
 
-    As products of matrices this takes half of the time of torch's fused attention, which is made for many queries: each
-    key head's keys are gathered side by side, and its query heads are the rows.
+    Products of matrices take half of the time of torch's fused attention, which is made for many queries: the keys of
+    each key head are gathered side by side, and its query heads are the rows.
     """
     (count, _, attended), heads = block.shape, call.keys.shape[2]
     at = block.head_slots(heads)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import pytest
 
 from tests.deployments.fleets import make_fleet as make_fleet
 from tests.deployments.fleets import path as path
+from tests.support.ports import free_port
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 READY_S = 900.0  # on a machine that does other things too
@@ -123,9 +123,7 @@ def breakable(toy_args: dict[str, Any]) -> Iterator[Callable[..., Cluster]]:
     from ray import serve
 
     os.environ.update(ENVIRONMENT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     ray.init(address="local", num_cpus=8, object_store_memory=100_000_000, include_dashboard=False, log_to_driver=False)
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})

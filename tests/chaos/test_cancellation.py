@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.ports import free_port
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEP_S = 0.05
 DEADLINE_S = 15.0
@@ -26,9 +27,7 @@ UNWATCHED = {"x-request-timeout-seconds": "0", "x-request-disconnect-disabled": 
 
 @pytest.fixture(scope="module")
 def url(toy_args: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     args = toy_args | {
         "engine": {"kv_slots": 8192, "max_running": 2, "token_budget": 64},
         "deadlines": {"generation_s": DEADLINE_S, "scoring_s": DEADLINE_S},

@@ -2,12 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
@@ -15,9 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
 
 @pytest.mark.risk("R8")
 def test_an_emptied_node_loses_no_request() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
     command = [sys.executable, str(Path(__file__).with_name("drained_node.py")), str(port)]
     answer = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=540)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,8 @@ from typing import Any, NamedTuple
 
 import httpx
 import yaml
+
+from tests.support.ports import free_port
 
 Json = dict[str, Any]
 START_S = 60.0
@@ -87,9 +88,7 @@ def _answer(body: Json) -> Answer:
 @contextlib.contextmanager
 def running(binary: Path, folder: Path, targets: Sequence[Target], rules: Path) -> Iterator[Prometheus]:
     """With file discovery; the rules are evaluated each second, and kept where they are."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     config = folder / "prometheus.yaml"
     config.write_text(yaml.safe_dump(_config(folder, targets, rules)), "utf-8")
     command = [

@@ -16,9 +16,9 @@ import pytest
 
 from tools.trace_request import PACKAGES, REQUESTS, ROOT, FileVisit, Tracer, ValueClass, Walk, excess, report
 
-MAX_SCORE_FILES = 55
+MAX_SCORE_FILES = 56
 MAX_SCORE_CLASSES = 10
-MAX_COMPLETION_FILES = 65
+MAX_COMPLETION_FILES = 66
 
 PLANTED = '''"""Adds what it is given.
 

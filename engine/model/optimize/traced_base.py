@@ -42,7 +42,7 @@ class TracedBase:
     def __init__(self, operations: _Operations, ids: torch.Tensor, positions: torch.Tensor, max_tokens: int) -> None:
         """
         Args:
-            operations: As traced, from a step of these tokens.
+            operations: Those of a step of these tokens.
             ids: i64 [1, T].
             positions: i64 [1, T].
             max_tokens: Tokens of the largest step.
@@ -128,7 +128,9 @@ def _traced(base: nn.Module, backend: AttentionBackend, batch: InputBatch, max_t
     for tensor in (ids, positions):
         dynamo.mark_dynamic(tensor, 1)
     try:
-        with forward_context(backend.plan(batch), batch.keep_rows), dynamo.config.patch(specialize_float=True):
+        # By default sizes that differ from those of a model before it would be symbols, too, and so would constants.
+        constants = dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False)
+        with forward_context(backend.plan(batch), batch.keep_rows), constants:
             hidden = torch.compile(follow, fullgraph=True, backend=keep)(ids, positions)
     finally:
         dynamo.reset_code(follow.__code__)  # else the code of one model would count for the next

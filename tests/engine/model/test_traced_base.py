@@ -95,9 +95,9 @@ def test_layers_of_onednn_are_traced(
 
 
 def test_all_models_of_a_process_are_traced(tiny_models: Any, tiny_driver: Any, traced_steps: list[int]) -> None:
-    """Also beyond the number of variants that the front end keeps of one function."""
+    """Also those of other sizes, and more than the front end keeps variants of a function."""
     config: Any = torch._dynamo.config
-    modules = [tiny_models.module("llama", num_hidden_layers=layers) for layers in (1, 2, 1)]
+    modules = [tiny_models.module("llama", intermediate_size=width, head_dim=width // 4) for width in (64, 96, 128)]
     with config.patch(recompile_limit=1):
         drivers = [made(tiny_driver, module) for module in modules]
     traced_steps.clear()
