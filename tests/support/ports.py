@@ -1,21 +1,14 @@
 """Ports for services of tests."""
 
-import random
-import socket
 from typing import Final
 
-# Above those that the launcher draws for HAProxy, and below those that Linux gives to whoever asks for any, which a
-# process of the cluster would take before the service does.
+from deployments.cli.launch.ray_env import free_ports
+
+# Above those that the launcher draws for HAProxy, and below those that Linux gives to a process that asks for any: a
+# process of the cluster would take the port before the service does.
 RANGE: Final = range(30_000, 32_700)
 
 
 def free_port() -> int:
-    """A port of this machine that is free now, drawn at random. OSError where there is none."""
-    for port in random.SystemRandom().sample(RANGE, 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise OSError(f"No free port among 100 of {RANGE}.")
+    """A port of this machine that is free now."""
+    return int(free_ports(1, RANGE)[0])

@@ -85,20 +85,24 @@ def haproxy(folder: Path, launcher: Path) -> dict[str, str]:
 
 def haproxy_ports() -> dict[str, str]:
     """Draws free ports at random: with Ray's fixed ports two clusters of one machine would use the same ones."""
-    ports = dict(zip(HAPROXY_PORTS, _free_ports(len(HAPROXY_PORTS)), strict=True))
+    ports = dict(zip(HAPROXY_PORTS, free_ports(len(HAPROXY_PORTS), PORT_RANGE), strict=True))
     return ports | {"RAY_SERVE_HAPROXY_NBTHREAD": str(min(MAX_HAPROXY_THREADS, os.cpu_count() or 1))}
 
 
-def _free_ports(count: int) -> list[str]:
-    """Returns different ports that are free now."""
+def free_ports(count: int, among: range) -> list[str]:
+    """Returns different ports that are free now, drawn at random.
+
+    Raises:
+        OSError: There are not as many.
+    """
     found = list[str]()
-    for port in random.SystemRandom().sample(PORT_RANGE, len(PORT_RANGE)):
+    for port in random.SystemRandom().sample(among, len(among)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             found.append(str(port))
         if len(found) == count:
             return found
-    raise OSError(f"There are no {count} free ports from {PORT_RANGE.start} to {PORT_RANGE.stop - 1}.")
+    raise OSError(f"There are no {count} free ports from {among.start} to {among.stop - 1}.")
 
 
 def adopt(wanted: Mapping[str, str]) -> None:
