@@ -43,7 +43,7 @@ load_model: Any = first_of("engine.model:load_model", "engine.model.loader:load_
 
 Row = dict[str, Any]
 EMPTY = np.empty(0, np.int32)
-DECODE = ((1, 256), (8, 256), (32, 256), (1, 1024))  # rows, and tokens before each
+DECODE = ((1, 256), (8, 256), (32, 256), (256, 256), (1, 1024))  # rows, and tokens before each
 PREFILL = ((256, 64), (16, 1024), (1, 128))  # sequences, and tokens of each
 TOGETHER = (1, 2, 16)  # generations
 PROMPT, NEW = 128, 128
@@ -196,9 +196,13 @@ def main() -> None:
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--max-model-len", type=int, help="the model's own if absent")
+    parser.add_argument(
+        "--numerics", choices=("fast", "invariant"), help="`engine.numerics`, which earlier commits lack"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    config = EngineConfig(max_queued_tokens=1 << 30)
+    numerics = {"numerics": given.numerics} if given.numerics else {}
+    config = EngineConfig(max_queued_tokens=1 << 30, **numerics)
     model = load_model(
         ModelConfig(path=given.model, random_weights=given.random_weights, max_model_len=given.max_model_len), config
     )

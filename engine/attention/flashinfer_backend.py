@@ -160,6 +160,16 @@ class FlashInferAttention:
         rows, zeros, ones = fixed.rows[:count], fixed.zeros[:count], fixed.ones[:count]
         self._lib.append_paged_kv_cache(k, v, rows, zeros, (keys, values), slots, fixed.rows[: count + 1], ones, LAYOUT)
 
+    def graph_sequences(self, params: AttentionParams, tokens: int) -> int:
+        """Returns how many sequences a captured step may have; see `CapturableBackend`."""
+        return self.wrappers.max_sequences(params, tokens)
+
+    def graph_prefiller(
+        self, params: AttentionParams, buffers: GraphBuffers, queries: torch.Tensor, tokens: int
+    ) -> GraphDecoder:
+        """Makes what attends in a captured step of sequences of any number of tokens; see `CapturableBackend`."""
+        return self.wrappers.graph_prefiller(buffers, queries)
+
     def named_by_graph(self, tokens: int) -> object:
         """Returns the constant arrays of `append`."""
         return self.constants.at_least(tokens)

@@ -22,8 +22,10 @@ from engine.kernels.invariant_attention import (
     part_of,
     tokens_of_tile,
 )
+from engine.requests import Int32s
 
 BUSY: Final = 528  # programs that keep a device busy: four on each of 132 multiprocessors
+MAX_PARTS_BYTES: Final = 1 << 26  # of the partial sums of a step whose contexts are shared among programs
 ALIGNED: Final = 16  # of a stored head dim
 
 
@@ -34,7 +36,7 @@ class InvariantAttention:
     min_cascade_context: int | None = None
 
     def __init__(self, device: torch.device, max_model_len: int) -> None:
-        self.device, self.part = device, part_of(max_model_len)
+        self.device, self.max_model_len, self.part = device, max_model_len, part_of(max_model_len)
 
     def stored_dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:
         """Returns one dim for both."""
@@ -62,6 +64,16 @@ class InvariantAttention:
         """Makes what attends in a captured step of single tokens; see `CapturableBackend`."""
         return _InvariantDecoder(self, params, buffers, rows, longest)
 
+    def graph_sequences(self, params: AttentionParams, tokens: int) -> int:
+        """Returns `tokens`: no step has too many sequences."""
+        return tokens
+
+    def graph_prefiller(
+        self, params: AttentionParams, buffers: GraphBuffers, queries: torch.Tensor, tokens: int
+    ) -> GraphDecoder:
+        """Makes what attends in a captured step of sequences of any number of tokens; see `CapturableBackend`."""
+        return _InvariantPrefiller(self, params, buffers, len(queries) - 1, tokens)
+
     def named_by_graph(self, tokens: int) -> object:
         """Returns nothing: a graph names the buffers alone."""
         return None
@@ -75,8 +87,10 @@ class InvariantAttention:
             params.softcap if params.softcap != NO_SOFTCAP else 0.0,
             params.window if params.window != NO_WINDOW else 0,
         )
-        programs = max(1, BUSY // max(1, len(tiles.first) * params.kv_heads))
         parts = -(-longest // self.part)
+        fits = 4 * parts * q.numel() <= MAX_PARTS_BYTES
+        count = len(q) if tiles.first is None else len(tiles.first)
+        programs = max(1, BUSY // max(1, count * params.kv_heads)) if fits else 1
         keys, values = cache
         return invariant_attention(
             q, keys, values, tiles, heads, part=self.part, parts=parts, programs=programs, out_THD=out
@@ -112,8 +126,7 @@ class _InvariantDecoder:
         self, backend: InvariantAttention, params: AttentionParams, buffers: GraphBuffers, rows: int, longest: int
     ) -> None:
         self._backend, self._params, self._longest = backend, params, longest
-        counted = torch.arange(rows + 1, dtype=torch.int32, device=buffers.indptr.device)
-        self._tiles = Tiles(counted[:rows], counted[:rows], counted, buffers.indptr[: rows + 1], buffers.indices)
+        self._tiles = Tiles(None, None, None, buffers.indptr[: rows + 1], buffers.indices)
         self.run: Any = self._run
         self.can_replan = True
 
@@ -130,13 +143,63 @@ class _InvariantDecoder:
         return found if return_lse else out
 
 
-def tiles_of(batch: InputBatch, size: int) -> Tiles:
-    """Returns the tiles of a step: each holds up to `size` neighbouring tokens of one sequence."""
-    starts = batch.qo_indptr.numpy()
+class _InvariantPrefiller:
+    """Implements `GraphDecoder` for sequences of any number of tokens. Tiles that a step does not need are those of one
+    more sequence, which is empty."""
+
+    can_replan = False
+
+    def __init__(
+        self, backend: InvariantAttention, params: AttentionParams, buffers: GraphBuffers, sequences: int, tokens: int
+    ) -> None:
+        self._backend, self._params, self._sequences, self._tokens = backend, params, sequences, tokens
+        self._size = tokens_of_tile(params.heads, params.kv_heads)
+        self._most, ends = sequences + tokens // self._size, sequences + 2
+        self._plan = torch.zeros(2 * (self._most + ends), dtype=torch.int32, device=buffers.indptr.device)
+        sequence, first, qo_indptr, kv_indptr = torch.split(self._plan, [self._most, self._most, ends, ends])
+        self._tiles = Tiles(sequence, first, qo_indptr, kv_indptr, buffers.indices)
+        self.run: Any = self._run
+
+    def plan(self, params: AttentionParams, sequences: Sequences) -> None:
+        """Copies the tiles, and what they attend to, to where the kernel reads them."""
+        queries, attended = (np.append(one.numpy(), one[-1:]) for one in (sequences.qo_indptr, sequences.kv_indptr))
+        sequence, first = tiles_between(sequences.qo_indptr.numpy(), self._size)
+        missing = self._most - len(first)
+        host = [
+            np.append(sequence, np.full(missing, self._sequences)),
+            np.append(first, np.full(missing, self._tokens)),
+        ]
+        planned = torch.from_numpy(np.concatenate([*host, queries, attended]).astype(np.int32, copy=False))
+        self._plan.copy_(planned.pin_memory() if self._plan.is_cuda else planned, non_blocking=True)
+        self._tiles.kv_indices[: len(sequences.kv_indices)].copy_(sequences.kv_indices)
+
+    def replan(self, kv_indptr: torch.Tensor) -> None:
+        """Is not called."""
+        raise NotImplementedError
+
+    def _run(self, q: torch.Tensor, cache: Any, *, out: torch.Tensor, return_lse: bool = False) -> Any:
+        longest = self._backend.max_model_len
+        found = self._backend.run(self._params, self._tiles, longest, q, cache, out)
+        return found if return_lse else out
+
+
+def tiles_between(starts: Int32s, size: int) -> tuple[Int32s, Int32s]:
+    """Returns the sequence of each tile and its first token: a tile holds up to `size` neighbouring tokens of one.
+
+    Args:
+        starts: [S + 1] where each sequence begins, and where the last ends.
+        size: Of a tile.
+    """
     counts = -(-np.diff(starts) // size)
     sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     within = np.arange(len(sequence), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = starts[sequence] + size * within
+    return sequence, starts[sequence] + size * within
+
+
+def tiles_of(batch: InputBatch, size: int) -> Tiles:
+    """Returns the tiles of a step."""
+    starts = batch.qo_indptr.numpy()
+    sequence, first = tiles_between(starts, size)
     device = batch.kv_indices.device
     host = np.concatenate([sequence, first, starts, batch.kv_indptr.numpy()]).astype(np.int32, copy=False)
     moved = torch.from_numpy(host).to(device, non_blocking=True)

@@ -82,13 +82,31 @@ class CapturableBackend(AttentionBackend, Protocol):
         a step of shorter rows is attended by other kernels."""
         ...
 
+    def graph_sequences(self, params: "AttentionParams", tokens: int) -> int:
+        """Returns how many sequences a captured step of `tokens` tokens may have, however these are cut. Below 1 the
+        step cannot be captured."""
+        ...
+
+    def graph_prefiller(
+        self, params: "AttentionParams", buffers: "GraphBuffers", queries: torch.Tensor, tokens: int
+    ) -> "GraphDecoder":
+        """Makes what attends in a captured step of sequences of any number of tokens; it is never planned again.
+
+        Args:
+            params: The layers' parameters.
+            buffers: Where the plan lies.
+            queries: i32 [S + 1] on the device, where each sequence ends. Sequences may be empty.
+            tokens: Of every plan.
+        """
+        ...
+
     def named_by_graph(self, tokens: int) -> object:
         """Returns the arrays that `append` names inside a graph of `tokens` tokens, for its owner to keep."""
         ...
 
 
 class GraphDecoder(Protocol):
-    """Attends in a captured step of single tokens, by a plan that lies where a replay reads it."""
+    """Attends in a captured step, by a plan that lies where a replay reads it."""
 
     run: Any  # called as a FlashInfer wrapper's `run`
 

@@ -7,6 +7,8 @@ computes norm and rotation, and the step attends as usual.
 Shape legend: T packed tokens, H query heads, G key/value heads, D query/key dim, E value dim.
 """
 
+import os
+
 import torch
 
 from engine.attention.flashinfer_backend import PagedStep
@@ -51,7 +53,7 @@ def _attend_qk_norm_rope(
         (1, T, H, E).
     """
     step, call = current_step(), AttentionCall(q[0], k[0], v[0], *others)
-    if isinstance(step, PagedStep) and q.is_cuda:
+    if isinstance(step, PagedStep) and (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         from engine.kernels.qk_norm_rope import Rotation, fits  # Triton is no part of a CPU's installation
 
         if fits(*call[:4]):

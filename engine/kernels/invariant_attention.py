@@ -9,12 +9,11 @@ blocks of BLOCK tokens. A token's part is an online softmax over its blocks in o
 adds zeros to its sums and leaves its maximum. So it makes no difference which tokens share its tile, whether its
 context was computed in this step or cached, and in how many chunks.
 
-Two launches compute that one sum, as in `invariant_gemm`. With one program a tile, it computes all parts. With several,
-each computes every so many-th part, and the one that ends last merges the parts in order (split KV: Dao et al. 2023,
-"Flash-Decoding").
+Two launches compute that one sum. With one program a tile, it computes all parts. With several, each computes every so
+many-th part, and the one that ends last merges the parts in order (split KV: Dao et al. 2023, "Flash-Decoding").
 
-A tile is BLOCK_M rows: neighbouring tokens of one sequence, each with the query heads of one group. Bytes: keys and
-values of a sequence once for every tile.
+A tile is ROWS rows: neighbouring tokens of one sequence, each with the query heads of one group. Bytes: keys and values
+of a sequence once for every tile.
 
 Shape legend: T tokens, S sequences, H query heads, G key/value heads, H / G query heads of a group, D head dim, A
 attended tokens, M rows of a tile, C tokens of a block, P parts.
@@ -29,21 +28,22 @@ import triton.language as tl
 from engine.kernels.arrivals import arrivals
 from gpu_sampler.kernels.lm_head_logprob import INTERPRETED, LOG2_E
 
-MIN_PART: Final = 512  # tokens; changing it changes bits
-MAX_PARTS: Final = 32  # of a context; changing it changes bits
+MIN_PART: Final = 384  # tokens; changing it changes bits
+MAX_PARTS: Final = 128  # of a context; changing it changes bits
 BLOCK: Final = 64  # tokens; changing it changes bits
 ROWS: Final = 64  # of a tile: what Hopper's matrix instructions take
 WARPS: Final = 4
-STAGES: Final = 2
+STAGES: Final = 3
 MAX_DIM: Final = 256
 
 
 class Tiles(NamedTuple):
-    """Names the tiles of a step, and what its sequences attend to; all i32 on the device."""
+    """Names the tiles of a step, and what its sequences attend to; all i32 on the device. Where each sequence has one
+    token, and so one tile, the first three may be absent."""
 
-    sequence: torch.Tensor  # [tiles] the sequence of each
-    first: torch.Tensor  # [tiles] its first token
-    qo_indptr: torch.Tensor  # [S + 1]
+    sequence: torch.Tensor | None  # [tiles] the sequence of each
+    first: torch.Tensor | None  # [tiles] its first token
+    qo_indptr: torch.Tensor | None  # [S + 1]
     kv_indptr: torch.Tensor  # [S + 1]
     kv_indices: torch.Tensor  # [A]
 
@@ -127,7 +127,7 @@ def _invariant_attention_kernel(
     Args:
         q: [T, H, D], read; `q_row` elements from one token to the next, `q_head` from one head to the next.
         k_pool: [slots, 1, G, D] contiguous, read; `v_pool` alike.
-        tile_sequence: See `Tiles`; the four that follow alike.
+        tile_sequence: See `Tiles`; the four that follow alike. None: one token, one tile, one sequence.
         out: [T, H, D] contiguous, written.
         lse: f32 [T, H], written.
         sums: f32 [P, T, H, PADDED] with SPLIT, written and read: weighted sums of values.
@@ -141,8 +141,11 @@ def _invariant_attention_kernel(
         UPCAST: Whether the kernel runs in Triton's interpreter, which multiplies fp32 alone.
     """
     tile, g, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    sequence, first = tl.load(tile_sequence + tile), tl.load(tile_first + tile)
-    qo_end = tl.load(qo_indptr + sequence + 1)
+    if tile_sequence is None:
+        sequence, first, qo_end = tile, tile, tile + 1
+    else:
+        sequence, first = tl.load(tile_sequence + tile), tl.load(tile_first + tile)
+        qo_end = tl.load(qo_indptr + sequence + 1)
     kv_begin = tl.load(kv_indptr + sequence)
     before = tl.load(kv_indptr + sequence + 1) - kv_begin - qo_end  # added to a token's index: its position
     at_M = tl.arange(0, ROWS)
@@ -252,7 +255,8 @@ def invariant_attention(
     (tokens, query_heads, dim), kv_heads, device = q_THD.shape, keys.shape[2], q_THD.device
     out = torch.empty((tokens, query_heads, dim), dtype=q_THD.dtype, device=device) if out_THD is None else out_THD
     lse = torch.empty((tokens, query_heads), device=device)
-    count, group, padded = len(tiles.first), query_heads // kv_heads, max(16, triton.next_power_of_2(dim))
+    count = len(tiles.kv_indptr) - 1 if tiles.first is None else len(tiles.first)
+    group, padded = query_heads // kv_heads, max(16, triton.next_power_of_2(dim))
     programs = min(programs, parts)
     if count:
         shape = (parts, tokens, query_heads) if programs > 1 else (0,)

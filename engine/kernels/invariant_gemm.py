@@ -1,19 +1,21 @@
 """Multiplies rows with a weight so that a row's bits do not depend on the rows beside it.
 
-    y[m, n] = x_m . w_n + b_n          summed in fp32 by slices of K, rounded once
+    y[m, n] = x_m . w_n + b_n          summed in fp32 from the first of K to the last, rounded once
+    z[m, n] = r[m, n] + y[m, n]        with a residual: rounded again, as where it is added by itself
 
 A BLAS library chooses its kernel, and with it the order of a sum, by the number of rows (Thinking Machines 2025,
-"Defeating Nondeterminism in LLM Inference"). Here K alone decides the order: K is cut in slices of SLICE; a slice is
-summed by matrix instructions of equal depth, one after another, and the slices' sums are added in order. Two launches
-compute that one sum. `whole`: a program sums all slices of its tile, which suits many rows. `split`: a program sums one
-slice, and the program of a tile that ends last adds the slices in order, which keeps a device busy with few rows
-(split K). Which of the two runs changes the speed alone.
+"Defeating Nondeterminism in LLM Inference"): where rows are few it cuts K, and adds the pieces. Here K is never cut. A
+tile of the output is one chain of matrix instructions of equal depth, each of which adds to the sum of those before it,
+so that the shape of a tile changes the speed alone. Few rows are the right operand of small tiles, which keep a device
+busy; many rows are the left one of large tiles.
 
-Every tile has at least 64 rows, so that Hopper multiplies all of them by the same kind of instruction.
+fp32 rows beside a bf16 weight are three bf16 terms that add up to them exactly, multiplied one after another at each
+step of K: sums as of fp32 products, and the weight is read once. Other fp32 products are three of tf32, which holds
+about 22 bits of each factor.
 
 Bytes: x once for every BLOCK_N columns, the weight once for every BLOCK_M rows.
 
-Shape legend: M rows, N columns of the output, K width of a row of x, S slices of K.
+Shape legend: M rows, N columns of the output, K width of a row of x, P terms of a row.
 """
 
 from typing import Final, NamedTuple
@@ -22,82 +24,61 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.arrivals import arrivals
 from gpu_sampler.kernels.lm_head_logprob import INTERPRETED
 
-SLICE: Final = 512  # of K; changing it changes bits
-DEPTH: Final = 64  # of K, of one load; changing it changes bits
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+HALVES: Final = (torch.bfloat16, torch.float16)
 GROUP: Final = 8  # tiles of rows that share the columns of a weight in cache
+TERMS: Final = 3  # of 8 bits each: the 24 bits of fp32
+MANY: Final = 1 << 62
+COPIED: Final = 1024  # numbers of a row that one program cuts into terms
 
 
 class Tile(NamedTuple):
-    """Says how the output is cut. It changes no bits."""
+    """Says how the output is cut."""
 
-    rows: int  # at least 64
+    rows: int
     columns: int
-    warps: int  # four for every 64 rows
+    depth: int  # of K, of one load; with several terms of a row it decides bits
+    warps: int
     stages: int
+    few: bool = False  # the weight is the left operand of a matrix instruction, whose right one may be narrow
 
 
-WHOLE: Final = Tile(128, 128, 8, 3)
-SPLIT: Final = Tile(64, 64, 4, 4)
-SMALL: Final = Tile(64, 32, 4, 2)  # for the interpreter, which pays for empty rows and columns
-MANY_TILES: Final = 128  # tiles of `WHOLE` from which a device is busy without cutting K
-
-
-@triton.jit
-def _sum_of_slice(
-    x, weight, row_M, column_N, there_M, there_N, part, K, x_row,
-    SLICE: tl.constexpr, DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Returns f32 [BLOCK_M, BLOCK_N], the products over one slice of K. fp32 rows are multiplied as three tf32 terms,
-    which holds about 22 bits of each factor."""
-    sum_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(part * SLICE, tl.minimum((part + 1) * SLICE, K), DEPTH):
-        at_K = start + tl.arange(0, DEPTH)
-        inside_K = at_K < K
-        x_MK = tl.load(
-            x + row_M.to(tl.int64)[:, None] * x_row + at_K[None, :],
-            mask=there_M[:, None] & inside_K[None, :],
-            other=0.0,
-        )
-        w_NK = tl.load(
-            weight + column_N.to(tl.int64)[:, None] * K + at_K[None, :],
-            mask=there_N[:, None] & inside_K[None, :],
-            other=0.0,
-        )
-        if UPCAST:
-            sum_MN = tl.dot(x_MK.to(tl.float32), tl.trans(w_NK.to(tl.float32)), sum_MN, input_precision="ieee")
-        elif x.dtype.element_ty == tl.float32:
-            sum_MN = tl.dot(x_MK, tl.trans(w_NK.to(tl.float32)), sum_MN, input_precision="tf32x3")
-        else:
-            sum_MN = tl.dot(x_MK, tl.trans(w_NK), sum_MN)
-    return sum_MN
-
-
-@triton.jit
-def _store(out, bias, sum_MN, row_M, column_N, there_M, there_N, N, BIASED: tl.constexpr):
-    """Adds the bias and stores a tile, rounded to the output's type."""
-    if BIASED:
-        sum_MN += tl.load(bias + column_N, mask=there_N, other=0.0).to(tl.float32)[None, :]
-    place_MN = row_M.to(tl.int64)[:, None] * N + column_N[None, :]
-    tl.store(out + place_MN, sum_MN.to(out.dtype.element_ty), mask=there_M[:, None] & there_N[None, :])
+EXACT_DEPTH: Final = 64  # changing it changes bits of fp32 rows
+# By the most rows, ascending; few rows may be kept from being the right operand. Measured on an H100.
+TILES: Final = {
+    16: Tile(16, 64, 128, 4, 4, few=True),
+    96: Tile(32, 64, 128, 4, 4, few=True),
+    512: Tile(64, 64, 64, 4, 4),
+    MANY: Tile(128, 256, 64, 8, 3),
+}
+EXACT_TILES: Final = {  # three terms of each row lie in shared memory
+    16: Tile(16, 64, EXACT_DEPTH, 4, 6, few=True),
+    64: Tile(32, 128, EXACT_DEPTH, 4, 4, few=True),
+    MANY: Tile(128, 128, EXACT_DEPTH, 8, 3),
+}
+TF32: Final = Tile(64, 64, 64, 4, 4)
+SMALL: Final = Tile(64, 32, 64, 4, 2)  # for the interpreter, which pays for empty rows and columns
 
 
 @triton.jit(do_not_specialize=["M"])
-def _whole_kernel(
-    x, weight, bias, out, M, N, K, x_row,
-    SLICE: tl.constexpr, DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
-    BIASED: tl.constexpr, UPCAST: tl.constexpr,
+def _invariant_gemm_kernel(
+    x, weight, bias, residual, out, M, N, K, x_row, x_term,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile over all slices. Grid (tiles of rows x tiles of columns), GROUP tiles of rows side by side.
+    """Computes one tile. Grid (tiles of rows x tiles of columns), GROUP tiles of rows side by side.
 
     Args:
-        x: [M, K], rows `x_row` elements apart, read.
+        x: [P, M, K], terms `x_term` and rows `x_row` elements apart, read.
         weight: [N, K] contiguous, read.
         bias: [N], read if BIASED.
+        residual: [M, N] contiguous of the output's type, read if ADDED.
         out: [M, N] contiguous, written.
+        FEW: Whether the weight is the left operand.
+        PARTS: P, 1 for rows that are multiplied as they are.
+        PRECISION: Of fp32 products.
         UPCAST: Whether the kernel runs in Triton's interpreter, which multiplies fp32 alone.
     """
     program, tiles_M, tiles_N = tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -107,61 +88,75 @@ def _whole_kernel(
     row_M = (first_M + within % side_by_side) * BLOCK_M + tl.arange(0, BLOCK_M)
     column_N = within // side_by_side * BLOCK_N + tl.arange(0, BLOCK_N)
     there_M, there_N = row_M < M, column_N < N
-    total_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for part in range(tl.cdiv(K, SLICE)):
-        total_MN += _sum_of_slice(
-            x, weight, row_M, column_N, there_M, there_N, part, K, x_row, SLICE, DEPTH, BLOCK_M, BLOCK_N, UPCAST
-        )
-    _store(out, bias, total_MN, row_M, column_N, there_M, there_N, N, BIASED)
+    x_M, weight_N = x + row_M.to(tl.int64) * x_row, weight + column_N.to(tl.int64) * K
+    if FEW:
+        sum_MN = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        sum_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, DEPTH):
+        at_K = start + tl.arange(0, DEPTH)
+        inside_K = at_K < K
+        w_NK = tl.load(weight_N[:, None] + at_K[None, :], mask=there_N[:, None] & inside_K[None, :], other=0.0)
+        for part in tl.static_range(PARTS):
+            x_MK = tl.load(
+                x_M[:, None] + part * x_term + at_K[None, :], mask=there_M[:, None] & inside_K[None, :], other=0.0
+            )
+            if UPCAST or x.dtype.element_ty == tl.float32:
+                a_MK, b_NK = x_MK.to(tl.float32), w_NK.to(tl.float32)
+            else:
+                a_MK, b_NK = x_MK, w_NK
+            if FEW:
+                sum_MN = tl.dot(b_NK, tl.trans(a_MK), sum_MN, input_precision=PRECISION)
+            else:
+                sum_MN = tl.dot(a_MK, tl.trans(b_NK), sum_MN, input_precision=PRECISION)
+    if FEW:
+        sum_MN = tl.trans(sum_MN)
+    if BIASED:
+        sum_MN += tl.load(bias + column_N, mask=there_N, other=0.0).to(tl.float32)[None, :]
+    place_MN, there_MN = row_M.to(tl.int64)[:, None] * N + column_N[None, :], there_M[:, None] & there_N[None, :]
+    y_MN = sum_MN.to(out.dtype.element_ty)
+    if ADDED:
+        r_MN = tl.load(residual + place_MN, mask=there_MN, other=0.0)
+        y_MN = (r_MN.to(tl.float32) + y_MN.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + place_MN, y_MN, mask=there_MN)
 
 
-@triton.jit(do_not_specialize=["M"])
-def _split_kernel(
-    x, weight, bias, out, sums, arrived, M, N, K, x_row,
-    SLICE: tl.constexpr, DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIASED: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Computes one slice of a tile; the last program of a tile adds its slices. Grid (tiles of columns, tiles of rows,
-    S).
+@triton.jit
+def _terms_kernel(x, terms, x_row, x_term, K, TERMS: tl.constexpr, COPIED: tl.constexpr):
+    """Cuts a part of a row into terms. Grid (M, parts).
 
     Args:
-        sums: f32 [S, M, N], written and read.
-        arrived: i32, one for each tile, zeros before and after the launch. Other arguments as in `_whole_kernel`.
+        x: fp32 [M, K], rows `x_row` elements apart, read.
+        terms: bf16 [TERMS, M, K], terms `x_term` elements apart, written.
     """
-    part, slices = tl.program_id(2), tl.num_programs(2)
-    row_M = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    there_M, there_N = row_M < M, column_N < N
-    sum_MN = _sum_of_slice(
-        x, weight, row_M, column_N, there_M, there_N, part, K, x_row, SLICE, DEPTH, BLOCK_M, BLOCK_N, UPCAST
-    )
-    total_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if slices == 1:
-        total_MN += sum_MN
-        _store(out, bias, total_MN, row_M, column_N, there_M, there_N, N, BIASED)
-        return
-    place_MN = row_M.to(tl.int64)[:, None] * N + column_N[None, :]
-    there_MN = there_M[:, None] & there_N[None, :]
-    of_slice = M.to(tl.int64) * N
-    tl.store(sums + part * of_slice + place_MN, sum_MN, mask=there_MN)
-    tl.debug_barrier()  # all of the slice is written before its program counts as arrived
-    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    if tl.atomic_add(arrived + tile, 1, sem="acq_rel") < slices - 1:
-        return
-    tl.store(arrived + tile, 0)
-    tl.debug_barrier()
-    for other in range(slices):
-        total_MN += tl.load(sums + other * of_slice + place_MN, mask=there_MN, other=0.0)
-    _store(out, bias, total_MN, row_M, column_N, there_M, there_N, N, BIASED)
+    row, at_K = tl.program_id(0).to(tl.int64), tl.program_id(1) * COPIED + tl.arange(0, COPIED)
+    inside_K = at_K < K
+    rest_K = tl.load(x + row * x_row + at_K, mask=inside_K, other=0.0)
+    for part in tl.static_range(TERMS):
+        term_K = rest_K.to(tl.bfloat16)
+        tl.store(terms + part * x_term + row * K + at_K, term_K, mask=inside_K)
+        rest_K -= term_K.to(tl.float32)
+
+
+def tile_of(rows: int, x_dtype: torch.dtype, weight_dtype: torch.dtype, *, few: bool = True) -> Tile:
+    """Returns the tile for a number of rows. `few`: whether rows may be the right operand."""
+    if INTERPRETED:
+        return SMALL
+    if x_dtype == torch.float32 and weight_dtype != torch.bfloat16:
+        return TF32
+    tiles = EXACT_TILES if x_dtype == torch.float32 else TILES
+    return next(tile for most, tile in tiles.items() if rows <= most and few >= tile.few)
 
 
 def invariant_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
-    split: bool | None = None,
+    few: bool = True,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """Computes a linear layer.
 
@@ -169,8 +164,11 @@ def invariant_gemm(
         x: [..., K] fp32, bf16 or fp16.
         weight: [N, K] contiguous, of x's type; any of the three beside fp32 rows.
         bias: [N].
+        residual: [..., N] of the result's type, is added to it.
         out_dtype: None: x's.
-        split: Whether K is cut over programs; None: as suits the device. No bit depends on it.
+        few: Whether few rows may be the right operand. No bit depends on it where all matrix instructions of a device
+            sum alike, as Hopper's do.
+        tile: None: as suits the rows. No bit depends on it, with the same exception.
 
     Returns:
         [..., N] in `out_dtype`, contiguous.
@@ -183,28 +181,30 @@ def invariant_gemm(
     _check(rows, weight, bias)
     (count, width), columns = rows.shape, weight.shape[0]
     out = torch.empty((count, columns), dtype=out_dtype or x.dtype, device=x.device)
+    if residual is not None:
+        if residual.shape != (*x.shape[:-1], columns) or residual.dtype != out.dtype:
+            raise ValueError(f"got residual {residual.dtype} {tuple(residual.shape)}, expected the result's form")
+        residual = residual.contiguous()
     if count and columns:
-        slices = -(-width // SLICE)
-        whole = WHOLE if not INTERPRETED else SMALL
-        if split is None:
-            split = -(-count // whole.rows) * -(-columns // whole.columns) < MANY_TILES
-        tile = (SPLIT if split else WHOLE) if not INTERPRETED else SMALL
-        tiles = -(-columns // tile.columns), -(-count // tile.rows)
-        common = {
-            "SLICE": SLICE, "DEPTH": DEPTH, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BIASED": bias is not None,
-            "UPCAST": INTERPRETED, "enable_fp_fusion": False, "num_warps": tile.warps, "num_stages": tile.stages,
-        }  # fmt: skip
-        if split:
-            sums = torch.empty((slices, count, columns) if slices > 1 else (1,), device=x.device)
-            arrived = arrivals(x.device, tiles[0] * tiles[1])
-            _split_kernel[(*tiles, slices)](
-                rows, weight, bias, out, sums, arrived, count, columns, width, rows.stride(0), **common
-            )
-        else:
-            _whole_kernel[(tiles[0] * tiles[1],)](
-                rows, weight, bias, out, count, columns, width, rows.stride(0), GROUP=GROUP, **common
-            )
+        exact = x.dtype == torch.float32 and weight.dtype == torch.bfloat16
+        terms = bf16_terms(rows) if exact else rows[None]
+        tile = tile or tile_of(count, x.dtype, weight.dtype, few=few)
+        _invariant_gemm_kernel[(-(-count // tile.rows) * -(-columns // tile.columns),)](
+            terms, weight, bias, residual, out, count, columns, width, terms.stride(1), terms.stride(0),
+            BLOCK_M=tile.rows, BLOCK_N=tile.columns, DEPTH=tile.depth, GROUP=GROUP, FEW=tile.few, PARTS=len(terms),
+            BIASED=bias is not None, ADDED=residual is not None, PRECISION="ieee" if INTERPRETED else "tf32x3",
+            UPCAST=INTERPRETED, enable_fp_fusion=False, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     return out.view(*x.shape[:-1], columns)
+
+
+def bf16_terms(x: torch.Tensor) -> torch.Tensor:
+    """Returns bf16 [TERMS, M, K] that add up to x, fp32 [M, K]: each is what the ones before it leave, rounded."""
+    rows, width = x.shape
+    terms = torch.empty((TERMS, rows, width), dtype=torch.bfloat16, device=x.device)
+    grid = rows, -(-width // COPIED)
+    _terms_kernel[grid](x, terms, x.stride(0), rows * width, width, TERMS=TERMS, COPIED=COPIED)
+    return terms
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -58,7 +58,7 @@ from engine.model.optimize.last_layer import restrict_last_layer
 from engine.model.optimize.onednn_linear import OneDnnLinear, linear, use_onednn
 from engine.model.optimize.skinny_linear import skinny_step, use_skinny_linears
 from engine.model.optimize.traced_base import TracedBase, trace_base
-from engine.model.packing_check import PackingCheck, find_head
+from engine.model.packing_check import PackingCheck, compare_bits, find_head, sequences_of
 from engine.model.startup_progress import StartupProgress, silent, timed
 from engine.model.weights_digest import weights_digest
 from engine.requests import Int32s
@@ -66,6 +66,7 @@ from gpu_sampler.logprobs import head_logprob
 from gpu_sampler.reference.lm_head_logprob import Rounding
 
 ROUNDED_TO: dict[torch.dtype, Rounding] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+CHECKED_TOKENS = 600  # of served steps whose bits are compared: more than one part of attention, and library products
 
 AttentionInterface.register(ATTENTION, attend)
 AttentionInterface.register(PROBE, record_call)
@@ -121,9 +122,7 @@ class HFModel:
         if invariant:  # without what rounds by the size of a step
             engine = replace(
                 engine,
-                compile=False,
                 skinny_gemm=False,
-                prefill_graph_tokens=0,
                 fused_norms=False,
                 onednn_linear=False,
                 trace_base=False,
@@ -183,7 +182,7 @@ class HFModel:
                 proof.run()
         if self._engine.numerics == "invariant":
             with timed("invariance check", progress):
-                self.head = make_invariant(module, self.head)
+                self.head = make_invariant(module, self.head, self._engine.token_budget)
                 proof.run()
                 proof.compare_bits()
         if self._use_skinny_linears(module):
@@ -390,6 +389,21 @@ class HFModel:
         if self.pooling_head is None:
             with timed("likelihoods", progress):
                 self._run_idle_targets()
+        if self._engine.numerics == "invariant":
+            with timed("served invariance check", progress):
+                self._compare_bits()
+
+    def _compare_bits(self) -> None:
+        """Compares steps as they are served, compiled and captured, bit by bit. Nothing else is in the KV storage yet.
+
+        Raises:
+            UnsupportedModel: A row's bits depend on its step.
+        """
+        longest = max(3, min(CHECKED_TOKENS, self.max_model_len, self._engine.token_budget, self.num_slots // 3))
+        lengths = longest, max(3, longest * 3 // 4), longest // 4
+        ids, slots = sequences_of(lengths, self.vocab_size, np.random.default_rng(self._engine.seed))
+        table = torch.zeros((3, longest), dtype=torch.int32, device=self.device)
+        compare_bits(self.probed.architecture, self.forward, lengths, ids, slots, table)
 
     def _compile(self, tokens: int) -> None:
         """Compiles the layers and the modules around them. These are recorded first: compiled layers hold no hooks."""
@@ -437,7 +451,13 @@ class HFModel:
         each = 1 if speculation.method == "none" else 1 + speculation.num_speculative_tokens
         rows = max(MIN_TOKENS, min(self._engine.max_graph_batch_size, each * self._engine.max_running))
         attended = min(rows * self.max_model_len, MAX_ATTENDED)
-        return DecodeGraphs(self.probed, max_rows=rows, attended=attended, longest=self.max_model_len)
+        return DecodeGraphs(
+            self.probed,
+            max_rows=rows,
+            attended=attended,
+            longest=self.max_model_len,
+            skinny=self._engine.numerics == "fast",
+        )
 
     def _capture_prefill(self, decode_graphs: DecodeGraphs) -> None:
         self._scoring = False  # nothing is timed inside a graph

@@ -110,14 +110,9 @@ class PackingCheck:
         """`max_model_len` bounds the checked sequences; their tokens are drawn by `seed`."""
         self._model, module = model, model.module
         rng = np.random.default_rng(seed)
-        self._lengths = longest, shortest, shared = _check_lengths(model.calls, max_model_len, module.device.type)
+        self._lengths = _check_lengths(model.calls, max_model_len, module.device.type)
         vocab = module.config.get_text_config(decoder=True).vocab_size
-        sizes = (longest, shortest, NEIGHBOUR)
-        self._ids = [rng.integers(0, vocab, size).astype(np.int32) for size in sizes]
-        order = rng.permutation(np.arange(1, sum(sizes) + 1)).astype(np.int32)
-        self._slots = np.split(order, np.cumsum(sizes)[:-1])
-        for array in (self._ids, self._slots):
-            array[1][:shared] = array[0][:shared]
+        self._ids, self._slots = sequences_of(self._lengths, vocab, rng)
         with attention_of(module, REFERENCE):
             self._reference = [_reference_rows(module, one) for one in self._ids]
             _check_finite(model.architecture, module, self._reference)
@@ -153,22 +148,51 @@ class PackingCheck:
         Raises:
             UnsupportedModel: A row's bits depend on its step.
         """
-        alone, packed = (_Trial(self._model, slots=sum(map(len, self._ids)) + 1) for _ in range(2))
-        own = []
-        for ids, slots in zip(self._ids, self._slots, strict=True):
-            every = np.arange(len(ids), dtype=np.int32)
-            own.append(alone.run(output_rows, StepKind.SCORE, [ScheduledSequence(0, slots[:0], slots, ids, every)]))
-        for kind, parts in _check_steps(*self._lengths):
-            sequences = [_run(part, kind, self._slots, self._ids, packed.token_table) for part in parts]
-            rows = packed.run(output_rows, kind, sequences)
-            for part, run in zip(parts, sequences, strict=True):
-                got, rows = rows[: len(run.rows)], rows[len(run.rows) :]
-                at = torch.from_numpy(part.first + run.rows).long().to(rows.device)
-                if not torch.equal(got, own[part.sequence][at]):
-                    raise UnsupportedModel(
-                        self._model.architecture,
-                        "packed steps change the bits of its rows: set `engine.numerics` to fast",
-                    )
+        trial = _Trial(self._model, slots=sum(map(len, self._ids)) + 1)
+
+        def rows(kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> torch.Tensor:
+            trial.token_table = token_table
+            return trial.run(output_rows, kind, sequences)
+
+        compare_bits(self._model.architecture, rows, self._lengths, self._ids, self._slots, trial.token_table)
+
+
+def compare_bits(
+    architecture: str,
+    rows: Callable[[StepKind, StepSequences, torch.Tensor], torch.Tensor],
+    lengths: tuple[int, int, int],
+    ids: Sequence[Int32s],
+    slots: Sequence[Int32s],
+    token_table: torch.Tensor,
+) -> None:
+    """Compares packed steps with each sequence in a step of its own, bit by bit.
+
+    Args:
+        architecture: What a refusal names.
+        rows: Returns the wanted rows of a step.
+        lengths: Of the first sequence, the second, and what they share.
+        ids: The tokens of each sequence.
+        slots: Where their keys and values go; the second sequence begins with slots of the first.
+        token_table: i32 [3, longest] on the device, written.
+
+    Raises:
+        UnsupportedModel: A row's bits depend on its step.
+    """
+    own = []
+    for one, places in zip(ids, slots, strict=True):
+        every = np.arange(len(one), dtype=np.int32)
+        step = [ScheduledSequence(0, places[:0], places, one, every)]
+        own.append(rows(StepKind.SCORE, step, token_table).clone())
+    for kind, parts in _check_steps(*lengths):
+        sequences = [_run(part, kind, slots, ids, token_table) for part in parts]
+        together = rows(kind, sequences, token_table)
+        for part, run in zip(parts, sequences, strict=True):
+            got, together = together[: len(run.rows)], together[len(run.rows) :]
+            at = torch.from_numpy(part.first + run.rows).long().to(together.device)
+            if not torch.equal(got, own[part.sequence][at]):
+                raise UnsupportedModel(
+                    architecture, "packed steps change the bits of its rows: set `engine.numerics` to fast"
+                )
 
 
 def _check_finite(architecture: str, module: nn.Module, rows: Sequence[torch.Tensor]) -> None:
@@ -183,6 +207,26 @@ def _check_finite(architecture: str, module: nn.Module, rows: Sequence[torch.Ten
         f"`{architecture}`: its output is not finite in {module.dtype}, though its weights are: set `model.dtype` to "
         "one with a wider range."
     )
+
+
+def sequences_of(
+    lengths: tuple[int, int, int], vocab_size: int, rng: np.random.Generator
+) -> tuple[list[Int32s], list[Int32s]]:
+    """Returns the tokens and the scattered slots of two sequences that share a prefix and of a short third one.
+
+    Args:
+        lengths: Of the first, the second, and what they share.
+        vocab_size: Of the model.
+        rng: Draws both.
+    """
+    longest, shortest, shared = lengths
+    sizes = (longest, shortest, NEIGHBOUR)
+    ids = [rng.integers(0, vocab_size, size).astype(np.int32) for size in sizes]
+    order = rng.permutation(np.arange(1, sum(sizes) + 1)).astype(np.int32)
+    slots = np.split(order, np.cumsum(sizes)[:-1])
+    for array in (ids, slots):
+        array[1][:shared] = array[0][:shared]
+    return ids, slots
 
 
 def _check_lengths(calls: Sequence[LayerCall], max_model_len: int, device: str) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ The kernels are interpreted: the process is that of the kernels' own tests (`mak
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,15 +14,22 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attention import invariant_backend
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig, SpeculationConfig
 from engine.engine import Engine
+from engine.model import hf_model
 from engine.model.compatibility import UnsupportedModel
 from engine.model.hf_model import HFModel
+from engine.model.invariant import linear
+from engine.model.invariant.linear import Products, proven, tried_rows
 from engine.model.lm_head import WantedRows
+from engine.model.optimize import fusion_passes
+from engine.model.optimize.compile import compile_layers
 from engine.requests import GenerateRequest, Int32s, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 from tests.engine.model.conftest import LENGTH, VOCAB, TinyModels
+from tests.engine.model.stand_in import Replayed, ReplayedPrefill, put_in
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -194,6 +201,89 @@ async def test_products_that_follow_the_number_of_rows_are_found(monkeypatch: py
     monkeypatch.setattr(kernel, "invariant_gemm", by_rows)
     with pytest.raises(UnsupportedModel, match="change the bits of its rows"):
         HFModel(module_of(dtype=torch.float32), CONFIG)
+
+
+def as_served(name: str = "qwen3") -> HFModel:
+    """Returns a model with compiled layers and captured steps, as `warm_up` leaves one on a GPU."""
+    model = HFModel(module_of(name), replace(CONFIG, max_running=4, prefill_graph_tokens=32))
+    compile_layers(model.module, model.probed.attentions, backend="aot_eager")
+    with torch.no_grad():
+        model._decode_graphs = model._capture()
+        model._capture_prefill(model._decode_graphs)
+    return model
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Steps are compiled anew, and run again where others are replayed."""
+    put_in(monkeypatch)
+    monkeypatch.setattr(hf_model, "DecodeGraphs", Replayed)
+    monkeypatch.setattr(hf_model, "PrefillGraphs", ReplayedPrefill)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.full)])
+def test_compiled_and_captured_steps_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps of any size the same code of a layer runs, where rotations are part of attention. Residuals are part of
+    products but in the last layer, some of whose rows nobody wants."""
+    joined = list[int]()
+    own = fusion_passes.join_kernels
+    monkeypatch.setattr(fusion_passes, "join_kernels", lambda graph: joined.append(own(graph)))
+    model = as_served(name)
+    model._compare_bits()
+    assert model.graph_replays >= 3 and joined == [3, 1]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("kind", ["_InvariantDecoder", "_InvariantPrefiller"])
+def test_captured_steps_of_other_bits_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: attention of one kind of captured step rounds in another way."""
+    made = getattr(invariant_backend, kind)
+    own = made._run
+
+    def other(self: Any, q: torch.Tensor, cache: Any, *, out: torch.Tensor, return_lse: bool = False) -> Any:
+        return own(self, q * 1.01, cache, out=out, return_lse=return_lse)
+
+    monkeypatch.setattr(made, "_run", other)
+    with pytest.raises(UnsupportedModel, match="change the bits of its rows"):
+        as_served()._compare_bits()
+
+
+@pytest.mark.parametrize("wrong", [(), ("few",), ("library",), ("few", "library")])
+def test_products_are_used_where_their_bits_are_the_kernels(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted faults: a product of some number of rows differs in one bit of one number."""
+    from engine.kernels import invariant_gemm as kernel
+    from gpu_sampler.kernels import lm_head_logprob
+
+    def product(x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return (x.double() @ weight.double().T).to(x.dtype)
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, bias: Any, products: Products, *, exact: bool) -> torch.Tensor:
+        found = product(x, weight)
+        if (products.few and "few" in wrong and len(x) == 17) or (
+            products.library and "library" in wrong and len(x) > 450
+        ):
+            found[-1, -1] = torch.nextafter(found[-1, -1], found.new_tensor(9.0))
+        return found
+
+    monkeypatch.setattr(lm_head_logprob, "INTERPRETED", False)
+    monkeypatch.setattr(kernel, "invariant_gemm", product)
+    monkeypatch.setattr(linear, "multiply", multiply)
+    weight = torch.randn((20, 8), generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert proven(weight, None, 500, library=True) == Products("few" not in wrong, "library" not in wrong)
+    assert proven(weight, None, 500) == Products("few" not in wrong, False)
+    assert proven(weight.float(), None, 500, library=True) == Products()
+
+
+def test_every_small_number_of_rows_is_tried_and_the_most() -> None:
+    for most in (1, 63, 64, 65, 4096):
+        found = tried_rows(most)
+        assert found == sorted(set(found)) and found[-1] == most and set(range(1, min(64, most) + 1)) <= set(found)
+    assert len(found) < 150
 
 
 @pytest.mark.parametrize(("name", "part"), [("gpt_oss", "router"), ("qwen3_moe", "experts")])

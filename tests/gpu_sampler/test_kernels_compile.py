@@ -18,7 +18,7 @@ MASKED = "masked"  # not a constant: without a mask the pointer is None
 NORMED = "normed"  # the same of norms
 LOGPROBS = "with log-probabilities"  # the same of their outputs
 ELSEWHERE = "with rows of FlashInfer"  # the same of their flags
-SWITCHES = {  # of each kernel, and the values of its other constants
+SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {  # of each kernel, and the values of its other constants
     "gpu_sampler.kernels.softmax_stats._softmax_stats_kernel": (
         ("PROCESSED", "WORDS", "TARGET", "EXPAND", MASKED),
         {"TILE_GROUPS": 8, "RULE": 1, "SEEDED": 0},
@@ -73,10 +73,12 @@ SWITCHES |= {  # of attention of few rows
 SWITCHES |= {  # of what lies between products and attention of few tokens
     "engine.kernels.qk_norm_rope._qk_norm_rope_kernel": ((NORMED,), {"H": 16, "G": 8, "D": 128, "UPCAST": False}),
 }
-INVARIANT_TILE = {"SLICE": 512, "DEPTH": 64, "BLOCK_M": 64, "BLOCK_N": 64, "UPCAST": False}
 SWITCHES |= {  # of rows that keep their bits in any step
-    "engine.kernels.invariant_gemm._whole_kernel": (("BIASED",), {**INVARIANT_TILE, "GROUP": 8}),
-    "engine.kernels.invariant_gemm._split_kernel": (("BIASED",), INVARIANT_TILE),
+    "engine.kernels.invariant_gemm._invariant_gemm_kernel": (
+        ("BIASED", "ADDED", "FEW"),
+        {"BLOCK_M": 16, "BLOCK_N": 64, "DEPTH": 128, "GROUP": 8, "PARTS": 3, "PRECISION": "tf32x3", "UPCAST": False},
+    ),
+    "engine.kernels.invariant_gemm._terms_kernel": ((), {"TERMS": 3, "COPIED": 1024}),
     "engine.kernels.rms_norm._rms_norm_kernel": (("ROUND_FIRST",), {"N": 1000, "BLOCK": 1024}),
     "engine.kernels.invariant_attention._invariant_attention_kernel": (
         ("SPLIT", "CAPPED"),
@@ -85,7 +87,7 @@ SWITCHES |= {  # of rows that keep their bits in any step
 }
 SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}
 SCALARS |= {"parts", "run", "K", "E", "q_stride", "offset", "x_stride", "M", "N"}
-SCALARS |= {"q_row", "q_head", "window", "T", "of_all", "x_row"}
+SCALARS |= {"q_row", "q_head", "window", "T", "of_all", "x_row", "x_term"}
 SCALARS |= {"k_row", "v_row", "cos_row", "sin_row"}
 HALVES = {"logits", "q_logits", "x", "weight", "bias", "y", "residual"}
 HALVES |= {"q", "k_pool", "v_pool", "out"}

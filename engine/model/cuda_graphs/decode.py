@@ -11,6 +11,7 @@ All graphs share one memory pool, one set of inputs and one logits buffer, since
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -44,10 +45,16 @@ class CapturedStep(PagedStep):
     into buffers before every replay; each step of a graph has buffers of its own."""
 
     def __init__(
-        self, module: Any, backend: CapturableBackend, wrappers: Mapping[AttentionParams, GraphDecoder], rows: int
+        self,
+        module: Any,
+        backend: CapturableBackend,
+        wrappers: Mapping[AttentionParams, GraphDecoder],
+        rows: int,
+        *,
+        skinny: bool = True,
     ) -> None:
         super().__init__(backend.append, torch.empty(0, dtype=torch.int32))
-        self._module, self._wrappers, self._rows = module, wrappers, rows
+        self._module, self._wrappers, self._rows, self._skinny = module, wrappers, rows, skinny
         self._queries = torch.arange(rows + 1, dtype=torch.int32)
         self._named = backend.named_by_graph(rows)
 
@@ -74,7 +81,7 @@ class CapturedStep(PagedStep):
         """Returns logits [rows, V]. Tokens and positions are i64 [rows], storage slots i32 [rows], in memory that a
         replay reads again."""
         self._slots = slots
-        with forward_context(self), skinny_step(self._rows):
+        with forward_context(self), skinny_step(self._rows) if self._skinny else nullcontext():
             out = self._module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         rows: torch.Tensor = out.logits[0]
         return rows
@@ -94,13 +101,22 @@ class CapturedStep(PagedStep):
 class DecodeGraphs:
     """Captures and replays decode steps of 2 to `max_rows` rows."""
 
-    def __init__(self, model: ProbedModel, *, max_rows: int, attended: int, longest: int = MAX_ATTENDED) -> None:
+    def __init__(
+        self,
+        model: ProbedModel,
+        *,
+        max_rows: int,
+        attended: int,
+        longest: int = MAX_ATTENDED,
+        skinny: bool = True,
+    ) -> None:
         """
         Args:
             model: Its backend computes attention, here and in eager steps.
             max_rows: At least 2.
             attended: Tokens that all rows of a step may attend to.
             longest: Tokens that one row may attend to.
+            skinny: Whether steps of few rows are skinny ones, whose compiled layers round in another way than others'.
         """
         if isinstance(model.backend, TorchAttention):
             raise TypeError(f"Only the paged kernels can be captured. Given: {type(model.backend).__name__}.")
@@ -109,7 +125,7 @@ class DecodeGraphs:
             {_params(call, shape) for call, shape in zip(model.calls, model.shapes, strict=True)}
         )
         self.memory: Any = _cuda.graph_pool_handle()  # for all graphs that are replayed one after another
-        self._buckets, self._longest = buckets(max_rows), longest
+        self._buckets, self._longest, self._skinny = buckets(max_rows), longest, skinny
         self.max_rows, self.device = max_rows, self.backend.device
         self._front = torch.zeros(3 * max_rows, dtype=torch.int64, device=self.device)
         self._slots = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
@@ -151,7 +167,7 @@ class DecodeGraphs:
 
     def _step(self, rows: int, bound: int, buffers: GraphBuffers) -> CapturedStep:
         wrappers = {params: self.backend.graph_decoder(params, buffers, rows, bound) for params in self.layer_params}
-        return CapturedStep(self.module, self.backend, wrappers, rows)
+        return CapturedStep(self.module, self.backend, wrappers, rows, skinny=self._skinny)
 
     def _bound(self, batch: InputBatch) -> int:
         """Returns the bound of the graph that runs a padded step: the first that its longest row does not exceed."""

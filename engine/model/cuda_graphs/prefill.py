@@ -7,8 +7,8 @@ takes 6.7 ms in place of 30, of the 8B shape (`benchmarks/results/http-load-smal
 
 Graphs exist for a few token counts; a step is padded to the next one, by one more sequence over the padding slot. A
 graph ends before the head, whose rows differ from step to step, and computes every row of the last layer. Unlike in
-decode graphs a sequence keeps its tokens together, so that its context is read once for each tile. FlashInfer's paged
-prefill kernel takes a fixed number of sequences in a graph, so that empty ones follow the step's own.
+decode graphs a sequence keeps its tokens together, so that its context is read once for each tile. Attention takes a
+fixed number of sequences in a graph, so that empty ones follow the step's own.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ class PrefillGraphs:
 
     def __init__(self, decode_graphs: DecodeGraphs, max_tokens: int) -> None:
         self._decode_graphs, self._device = decode_graphs, decode_graphs.device
-        self._backend: Any = decode_graphs.backend  # FlashInfer's
+        self._backend = decode_graphs.backend
         self._sequences = self._sequences_of_counts(max_tokens)  # of each token count, ascending
         self._steps: dict[int, CapturedStep] = {}
         self._graphs: dict[int, Any] = {}
@@ -62,7 +62,7 @@ class PrefillGraphs:
         layer_params, backend = self._decode_graphs.layer_params, self._backend
         found = {}
         for count in token_counts(max_tokens):
-            fitting = min(backend.wrappers.max_sequences(params, count) for params in layer_params)
+            fitting = min(backend.graph_sequences(params, count) for params in layer_params)
             wanted = min(max(MIN_SEQUENCES, count // TOKENS_A_SEQUENCE), count)
             if fitting >= 2:
                 found[count] = min(wanted, fitting)
@@ -94,7 +94,8 @@ class PrefillGraphs:
         decode_graphs, sequences = self._decode_graphs, self._sequences[count]
         queries = self._queries[: sequences + 1]
         wrappers = {
-            kind: self._backend.wrappers.graph_prefiller(self._buffers, queries) for kind in decode_graphs.layer_params
+            params: self._backend.graph_prefiller(params, self._buffers, queries, count)
+            for params in decode_graphs.layer_params
         }
         step = self._steps[count] = CapturedStep(decode_graphs.module, decode_graphs.backend, wrappers, count)
         table = torch.zeros((1, 1), dtype=torch.int32, device=self._device)

@@ -1,50 +1,32 @@
 """Replaces the layers of a model that sum over a row by ones that sum each row alike (`engine.numerics: invariant`).
 
-Linear layers are computed by `engine.kernels.invariant_gemm`, root mean square norms by `engine.kernels.rms_norm`.
-Elementwise layers, embeddings and torch's LayerNorm, which normalises each row by itself, stay. The norm in front of
-the head gives float32, which the head multiplies without rounding it: a float32 tail.
+Linear layers are those of `engine.model.invariant.linear`, root mean square norms are computed by
+`engine.kernels.rms_norm`. Elementwise layers, embeddings and torch's LayerNorm, which normalises each row by itself,
+stay. The norm in front of the head gives float32, which the head multiplies without rounding it: a float32 tail.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from engine.model.compatibility import UnsupportedModel
+from engine.model.invariant.linear import (
+    MOST_COLUMNS,
+    InvariantLinear,
+    Products,
+    make_linear,
+    make_linears,
+    multiply,
+    proven,
+)
 from engine.model.lm_head import HeadSpec
 from engine.utils.torch_ops import operation
 
 TRIED_ROWS = 8
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # of a row's largest number
 ROWWISE = (nn.Embedding, nn.LayerNorm, nn.Dropout, nn.SiLU, nn.GELU, nn.ReLU, nn.Tanh)
-
-
-def _linear_shape(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exact: bool = False
-) -> torch.Tensor:
-    dtype = torch.float32 if exact else x.dtype
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
-
-
-@operation("invariant_linear(Tensor x, Tensor weight, Tensor? bias, bool exact=False) -> Tensor", _linear_shape)
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exact: bool = False) -> torch.Tensor:
-    """Returns [..., N] of x [..., K], in float32 if `exact`; see `engine.kernels.invariant_gemm`."""
-    from engine.kernels.invariant_gemm import invariant_gemm  # Triton is no part of a CPU's installation
-
-    return invariant_gemm(x, weight, bias, out_dtype=torch.float32 if exact else None)
-
-
-def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exact: bool) -> torch.Tensor:
-    """Computes a linear layer; float32 rows stay float32 beside weights of any type."""
-    out: torch.Tensor = torch.ops.assay.invariant_linear(x, weight, bias, exact)
-    return out
-
-
-class InvariantLinear(nn.Linear):
-    """Computes a linear layer by the invariant kernel."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return invariant_linear(hidden, self.weight, self.bias, hidden.dtype == torch.float32)
 
 
 class NormRule(NamedTuple):
@@ -65,43 +47,61 @@ class InvariantRMSNorm(nn.Module):
         self.weight, self.eps, self.rule, self.exact = weight, eps, rule, False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        from engine.kernels.rms_norm import rms_norm  # Triton is no part of a CPU's installation
-
-        out = torch.float32 if self.exact else None
-        return rms_norm(
-            hidden,
-            self.weight,
-            self.eps,
-            offset=self.rule.offset,
-            round_first=self.rule.round_first and not self.exact,
-            out_dtype=out,
+        rounds = self.rule.round_first and not self.exact
+        out: torch.Tensor = torch.ops.assay.invariant_rms_norm(
+            hidden, self.weight, self.eps, self.rule.offset, rounds, self.exact
         )
+        return out
 
 
+def _norm_shape(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, round_first: bool, exact: bool
+) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=torch.float32 if exact else x.dtype, device=x.device)
+
+
+@operation(
+    "invariant_rms_norm(Tensor x, Tensor weight, float eps, float offset, bool round_first, bool exact) -> Tensor",
+    _norm_shape,
+)
+def _norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, round_first: bool, exact: bool
+) -> torch.Tensor:
+    """Returns the rows of x, normalised, in float32 if `exact`; see `engine.kernels.rms_norm`."""
+    from engine.kernels.rms_norm import rms_norm  # Triton is no part of a CPU's installation
+
+    out = torch.float32 if exact else None
+    return rms_norm(x, weight, eps, offset=offset, round_first=round_first, out_dtype=out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InvariantHead(HeadSpec):
     """Computes rows and columns of logits alike, in float32."""
+
+    products: Products
 
     def columns(self, hidden_RH: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:
         """Returns logits f32 [R, L], each with the bits that `rows` gives it."""
         bias = None if self.bias is None else self.bias[labels_L]
-        return self._capped(invariant_linear(hidden_RH, self.weight[labels_L], bias, True))
+        return self._capped(multiply(hidden_RH, self.weight[labels_L], bias, self.products, exact=True))
 
     def rows(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Returns logits f32 [R, V]."""
-        return self._capped(invariant_linear(hidden_RH, self.weight, self.bias, True))
+        return self._capped(multiply(hidden_RH, self.weight, self.bias, self.products, exact=True))
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        logits = logits * self.scale
+        logits = logits if self.scale == 1 else logits * self.scale
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 
 @torch.no_grad()
-def make_invariant(module: Any, head: HeadSpec | None) -> InvariantHead:
+def make_invariant(module: Any, head: HeadSpec | None, most_rows: int) -> InvariantHead:
     """Replaces the layers of a causal language model, in place, and returns its head.
 
     Args:
         module: The model, its projections fused or not.
         head: The result of the head check.
+        most_rows: Of a step.
 
     Raises:
         UnsupportedModel: A layer sums over a row in a way that has no invariant kernel.
@@ -109,14 +109,16 @@ def make_invariant(module: Any, head: HeadSpec | None) -> InvariantHead:
     architecture = type(module).__name__
     if head is None:
         raise UnsupportedModel(architecture, _refusal("its head is code of its own"))
+    own_head = module.get_output_embeddings()
+    make_linears([one for one in module.modules() if type(one) is nn.Linear and one is not own_head], most_rows)
+    products = proven(head.weight[:MOST_COLUMNS], None, most_rows, exact=True)
+    make_linear(own_head, products)
     for name, child in list(module.named_modules()):
-        if type(child) is nn.Linear:
-            child.__class__ = InvariantLinear
-        elif _is_rms_norm(child):
+        if _is_rms_norm(child):
             module.set_submodule(name, _invariant_norm(architecture, name, child))
     _check_layers(architecture, module)
     _make_tail_exact(architecture, module)
-    return InvariantHead(weight=head.weight, bias=head.bias, scale=head.scale, softcap=head.softcap)
+    return InvariantHead(weight=head.weight, bias=head.bias, scale=head.scale, softcap=head.softcap, products=products)
 
 
 def _refusal(reason: str) -> str:

@@ -1,11 +1,13 @@
-"""Joins kernels of a compiled decoder layer in steps of few rows.
+"""Joins kernels of a compiled decoder layer in steps of few rows, and in all steps of invariant numerics.
 
     r + skinny_gemm(x, w)                          ->  skinny_gemm(x, w, residual=r), where nothing else reads it
+    r + invariant_linear(x, w)                     ->  likewise
     attend(rotate(norm(q)), rotate(norm(k)), v)    ->  attend_qk_norm_rope(q, k, v, ...)    with norms or without
 
 Gain: a captured step of few rows spends a microsecond or three on every kernel, however little it does
-(`engine.kernels.qk_norm_rope` has figures). Switches: `engine.compile` and `engine.skinny_gemm`; a graph without a
-skinny GEMM is left as it is.
+(`engine.kernels.qk_norm_rope` has figures). Invariant norms are kernels of their own, which the compiler cannot join
+with a rotation. Switches: `engine.compile`, with `engine.skinny_gemm` or `engine.numerics: invariant`; a graph without
+a product of either is left as it is.
 
 Patterns are found in the graph that torch's compiler makes of a layer's own code, before it lowers anything, by what
 nodes compute and not by the names of modules: a method call or an operator is one node, and has an example of its
@@ -23,6 +25,8 @@ from torch import fx
 
 import engine.attention.qk_norm_rope_op  # noqa: F401  # registers the op
 
+# How many arguments a product has by itself.
+FIELDS: Final[dict[Any, int]] = {torch.ops.assay.skinny_gemm: 4, torch.ops.assay.invariant_linear: 6}
 ADD: Final = (operator.add, torch.add, "add")
 _MUL: Final = (operator.mul, torch.mul, "mul")
 _NEG: Final = (operator.neg, torch.neg, "neg")
@@ -102,6 +106,10 @@ def norm_of(node: fx.Node) -> Norm | None:
     made = value(node)
     if made is None:
         return None
+    if node.target is torch.ops.assay.invariant_rms_norm:
+        given: tuple[Any, ...] = node.args
+        x, weight, eps, offset, *_ = given
+        return Norm(x, weight, eps) if offset == 0 and same_form(node, x) else None
     for weight, y in operands(_cast(node) or node, _MUL):
         own = value(weight)
         if own is None or own.dim() != 1:
@@ -210,7 +218,8 @@ def join_kernels(graph: fx.Graph) -> int:
     """
     ops = torch.ops.assay
     nodes = list(graph.nodes)
-    if not any(node.target is ops.skinny_gemm for node in nodes):
+    targets = {node.target for node in nodes}
+    if not targets & {ops.skinny_gemm, ops.invariant_linear}:
         return 0
     fixed = written(graph)
     joined = 0
@@ -218,16 +227,26 @@ def join_kernels(graph: fx.Graph) -> int:
         if found := next(_residuals(node), None):
             product, residual = found
             if not {storage(product.args[0]), storage(residual)} & fixed:
-                _replace(graph, node, ops.skinny_gemm, (*product.args, residual))
+                _replace(graph, node, product.target, (*product.args, residual))
                 graph.erase_node(product)
                 joined += 1
         heads = _rotations(node) if node.target is ops.attend else None
+        if heads is not None and ops.invariant_linear in targets and not _has_kernel(heads[0]):
+            heads = None  # torch's mean of a head may depend on the number of tokens
         if heads is not None and not set(map(storage, heads[:5])) & fixed:
             _replace(graph, node, ops.attend_qk_norm_rope, (*heads, *node.args[3:]))
             joined += 1
     if joined:
         graph.lint()
     return joined
+
+
+def _has_kernel(heads: fx.Node) -> bool:
+    """Returns whether heads [1, T, H, D] are of a form that `engine.kernels.qk_norm_rope` computes."""
+    from engine.kernels.qk_norm_rope import DIMS, HALVES  # Triton is no part of a CPU's installation
+
+    found = value(heads)
+    return found is not None and found.dtype in HALVES and found.shape[-1] in DIMS
 
 
 def _replace(graph: fx.Graph, node: fx.Node, op: Any, args: tuple[Any, ...]) -> None:
@@ -240,8 +259,10 @@ def _replace(graph: fx.Graph, node: fx.Node, op: Any, args: tuple[Any, ...]) -> 
 
 def _residuals(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yields (product, residual) where `node` is their sum and the product's only reader."""
+    ops = torch.ops.assay
     for product, residual in operands(node, ADD):
-        plain = product.target is torch.ops.assay.skinny_gemm and len(product.args) == 4 and not product.args[3]
+        gated = product.target is ops.skinny_gemm and product.args[3]
+        plain = len(product.args) == FIELDS.get(product.target) and not gated
         if plain and len(product.users) == 1 and product is not residual and same_form(node, product, residual):
             yield product, residual
 

@@ -194,7 +194,7 @@ def _verifying(tiny_models: Any, tiny_driver: Any, name: str, **bounds: int) -> 
     backend = FlashInferAttention(CPU, torch.float32)
     d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
-        options = {"max_rows": 16, "attended": 300} | bounds
+        options: dict[str, Any] = {"max_rows": 16, "attended": 300} | bounds
         made = Replayed(d.model.probed, **options)
     d.model._decode_graphs = made
     for _ in range(3):

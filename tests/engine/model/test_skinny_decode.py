@@ -47,7 +47,7 @@ def _largest_error(tiny_models: Any, tiny_driver: Any, name: str, longest: int =
     backend = FlashInferAttention(CPU, torch.float32)
     d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
-        options = {"max_rows": 2 * MAX_ROWS, "attended": 600, "longest": longest}
+        options: dict[str, Any] = {"max_rows": 2 * MAX_ROWS, "attended": 600, "longest": longest}
         made = Replayed(d.model.probed, **options)
     d.model._decode_graphs = made
     for _ in range(3):

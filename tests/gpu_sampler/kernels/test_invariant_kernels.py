@@ -7,14 +7,22 @@ import pytest
 import torch
 
 from engine.kernels import invariant_attention as attention_kernel
-from engine.kernels.invariant_attention import BLOCK, Heads, Tiles, invariant_attention, part_of, tokens_of_tile
-from engine.kernels.invariant_gemm import SLICE, invariant_gemm
+from engine.kernels.invariant_attention import (
+    BLOCK,
+    Heads,
+    Tiles,
+    invariant_attention,
+    part_of,
+    tokens_of_tile,
+)
+from engine.kernels.invariant_gemm import EXACT_TILES, MANY, SMALL, TILES, bf16_terms, invariant_gemm
 from engine.kernels.rms_norm import rms_norm
 from tests.support import layer_kernels as reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-17, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 PART = 2 * BLOCK
+HALVES = slice(400), slice(400, 800)
 
 
 def normal(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -30,46 +38,63 @@ def as_floats(tensor: torch.Tensor) -> Any:
 
 @pytest.mark.full(keep=3)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("rows", "columns", "width"), [(3, 5, 7), (70, 33, SLICE + 88), (1, 40, 2 * SLICE), (129, 3, 16)]
-)
+@pytest.mark.parametrize(("rows", "columns", "width"), [(3, 5, 7), (70, 33, 600), (1, 40, 1024), (129, 3, 16)])
 def test_products_are_those_of_the_reference(
     rows: int, columns: int, width: int, dtype: torch.dtype, device: str
 ) -> None:
     x, weight = normal((rows, width), 0, dtype, device), normal((columns, width), 1, dtype, device) / width**0.5
     bias = normal((columns,), 2, dtype, device)
     wanted = reference.skinny_gemm(*map(as_floats, (x, weight, bias)))
-    for split in (True, False):
-        found = invariant_gemm(x, weight, bias, split=split)
-        assert found.dtype == dtype
+    whole = invariant_gemm(x, weight, bias)
+    for tile in (SMALL, *TILES.values()) if dtype != torch.float32 else (None,):
+        found = invariant_gemm(x, weight, bias, tile=tile)
+        assert found.dtype == dtype and torch.equal(found, whole)
         np.testing.assert_allclose(found.double().cpu(), wanted, rtol=ROUNDING[dtype], atol=4 * ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_a_row_of_a_product_has_the_same_bits_in_any_company(dtype: torch.dtype, device: str) -> None:
-    x, weight = normal((70, SLICE + 88), 3, dtype, device), normal((33, SLICE + 88), 4, dtype, device)
-    whole = invariant_gemm(x, weight, split=False)
-    assert torch.equal(invariant_gemm(x, weight, split=True), whole)
+    x, weight = normal((70, 600), 3, dtype, device), normal((33, 600), 4, dtype, device)
+    whole = invariant_gemm(x, weight)
     for first, last in ((0, 1), (5, 9), (63, 65), (69, 70)):
-        for split in (True, False):
-            assert torch.equal(invariant_gemm(x[first:last], weight, split=split), whole[first:last])
+        assert torch.equal(invariant_gemm(x[first:last], weight), whole[first:last])
     assert torch.equal(invariant_gemm(x[:4], weight[[7, 30]]), whole[:4][:, [7, 30]]), "nor does a column"
 
 
-def test_a_sum_that_is_cut_by_the_number_of_rows_is_found(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: one row is summed in longer slices than many, as libraries do."""
-    x, weight = normal((70, 3 * SLICE), 3, torch.float32, device), normal((33, 3 * SLICE), 4, torch.float32, device)
+def test_a_sum_that_is_cut_by_the_number_of_rows_is_found(device: str) -> None:
+    """The planted fault: one row is summed in two pieces, as libraries do."""
+    x, weight = normal((70, 800), 3, torch.float32, device), normal((33, 800), 4, torch.float32, device)
     whole = invariant_gemm(x, weight)
-    monkeypatch.setattr("engine.kernels.invariant_gemm.SLICE", 3 * SLICE)
-    assert not torch.equal(invariant_gemm(x[:1], weight), whole[:1])
+    first, second = (invariant_gemm(x[:1, part].contiguous(), weight[:, part].contiguous()) for part in HALVES)
+    assert not torch.equal(first + second, whole[:1])
 
 
-def test_float32_rows_keep_their_bits_beside_halves(device: str) -> None:
-    x, weight = normal((5, 200), 5, torch.float32, device), normal((9, 200), 6, torch.bfloat16, device)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_a_residual_is_added_to_the_rounded_product(dtype: torch.dtype, device: str) -> None:
+    x, weight, residual = (
+        normal(shape, i, dtype, device) for i, shape in enumerate([(2, 9, 70), (33, 70), (2, 9, 33)])
+    )
+    alone = invariant_gemm(x, weight)
+    found = invariant_gemm(x, weight, None, residual)
+    np.testing.assert_allclose(found.double().cpu(), (residual + alone).double().cpu(), rtol=2 * ROUNDING[dtype])
+    assert torch.equal(invariant_gemm(x[:, 2:5], weight, None, residual[:, 2:5]), found[:, 2:5])
+    with pytest.raises(ValueError, match="expected the result's form"):
+        invariant_gemm(x, weight, None, residual[:1])
+
+
+def test_three_terms_of_bf16_are_the_whole_of_a_float32_number(device: str) -> None:
+    x = normal((50, 30), 5, torch.float32, device) * torch.logspace(-6, 6, 30, device=device)
+    assert torch.equal(bf16_terms(x).double().sum(0), x.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_float32_rows_keep_their_bits_beside_halves(dtype: torch.dtype, device: str) -> None:
+    """One term of a row, or two, would be off by 4e-3 and 1e-5 of the largest product."""
+    x, weight = normal((5, 200), 5, torch.float32, device), normal((9, 200), 6, dtype, device)
     found = invariant_gemm(x, weight)
     wanted = reference.skinny_gemm(as_floats(x), as_floats(weight))
     assert found.dtype == torch.float32
-    np.testing.assert_allclose(found.double().cpu(), wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found.double().cpu(), wanted, rtol=2e-6, atol=2e-5)
 
 
 @pytest.mark.parametrize("shapes", [((3, 4), (5, 6), None), ((3, 4), (5, 4), (4,))])
@@ -142,8 +167,10 @@ def case(dtype: torch.dtype, device: str, heads: int = 6, kv_heads: int = 2, dim
 def attend(given: Case, sequences: list[tuple[int, int, int]], heads: Heads, programs: int = 1) -> torch.Tensor:
     q = torch.cat([given.rows(*one) for one in sequences])
     parts = -(-max(length for _, length, _ in sequences) // PART)
-    tiles = given.tiles(sequences)
-    return invariant_attention(q, given.keys, given.values, tiles, heads, part=PART, parts=parts, programs=programs)[0]
+    tiles, pool = given.tiles(sequences), (given.keys, given.values)
+    if all(new == 1 for _, _, new in sequences):
+        tiles = tiles._replace(sequence=None, first=None, qo_indptr=None)
+    return invariant_attention(q, *pool, tiles, heads, part=PART, parts=parts, programs=programs)[0]
 
 
 LAYERS = (Heads(0.3), Heads(0.3, window=70), Heads(0.3, softcap=5.0), Heads(0.3, 5.0, 3))
@@ -211,13 +238,25 @@ def test_parts_are_whole_blocks_and_few() -> None:
 )
 def test_served_products_are_exact_and_keep_their_bits(columns: int, width: int, dtype: torch.dtype) -> None:
     x, weight = normal((300, width), 0, dtype, "cuda"), normal((columns, width), 1, dtype, "cuda") / width**0.5
-    whole = invariant_gemm(x, weight, split=False)
+    whole = invariant_gemm(x, weight, tile=TILES[MANY])
     wanted = (x.double() @ weight.double().T).cpu().numpy()
     np.testing.assert_allclose(whole.double().cpu(), wanted, rtol=2.0**-7, atol=2.0**-7)
-    for rows in (1, 2, 16, 63, 64, 65, 129, 256, 300):
-        for split in (True, False, None):
-            assert torch.equal(invariant_gemm(x[:rows], weight, split=split), whole[:rows])
-            assert torch.equal(invariant_gemm(x[300 - rows :], weight, split=split), whole[300 - rows :])
+    for rows in (1, 2, 16, 32, 63, 64, 65, 129, 256, 300):
+        for tile in (None, *(tile for most, tile in TILES.items() if rows <= most)):
+            assert torch.equal(invariant_gemm(x[:rows], weight, tile=tile), whole[:rows])
+            assert torch.equal(invariant_gemm(x[300 - rows :], weight, tile=tile), whole[300 - rows :])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_served_heads_of_float32_rows_are_exact_and_keep_their_bits(dtype: torch.dtype) -> None:
+    x, weight = normal((300, 1024), 0, torch.float32, "cuda"), normal((20_000, 1024), 1, dtype, "cuda") / 32
+    whole = invariant_gemm(x, weight, tile=EXACT_TILES[MANY] if dtype == torch.bfloat16 else None)
+    wanted = (x.double() @ weight.double().T).cpu().numpy()
+    np.testing.assert_allclose(whole.double().cpu(), wanted, rtol=1e-5, atol=1e-5)
+    for rows in (1, 2, 16, 17, 33, 64, 65, 200):
+        assert torch.equal(invariant_gemm(x[:rows], weight), whole[:rows])
+        assert torch.equal(invariant_gemm(x[:rows], weight[5:9]), whole[:rows, 5:9])
 
 
 @pytest.mark.gpu
