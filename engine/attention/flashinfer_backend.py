@@ -34,13 +34,14 @@ class PagedStep(ABC):
     """Implements `AttentionStep`, eager or captured: writes a layer's keys and values to the KV storage, then attends
     by what was planned for layers of its parameters."""
 
-    def __init__(self, append: Append, slots: torch.Tensor) -> None:
+    def __init__(self, append: Append, slots: torch.Tensor, rotated_together: int = 1) -> None:
         """
         Args:
             append: Called with (k, v, keys, values, slots), writes k and v to these slots.
             slots: i32 [T] on the device.
+            rotated_together: See `CapturableBackend`.
         """
-        self._append, self._slots = append, slots
+        self._append, self._slots, self._rotated_together = append, slots, rotated_together
 
     @abstractmethod
     def planned_run(self, params: AttentionParams) -> Any:
@@ -62,7 +63,7 @@ class PagedStep(ABC):
         """
         from engine.kernels.qk_norm_rope import qk_norm_rope
 
-        q = qk_norm_rope(*call[:3], rotation, call.keys, call.values, self._slots)
+        q = qk_norm_rope(*call[:3], rotation, call.keys, call.values, self._slots, self._rotated_together)
         return self._attend_stored(q, AttentionParams.of(call), call)
 
     def _attend_stored(self, q: torch.Tensor, params: AttentionParams, call: AttentionCall) -> torch.Tensor:
@@ -90,6 +91,8 @@ def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 class FlashInferAttention:
     """Implements `CapturableBackend` on one device. One thread alone may use it: wrappers keep the last step's plan."""
+
+    rotated_together = 1
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         import flashinfer

@@ -34,6 +34,7 @@ class InvariantAttention:
 
     cascade_ratio: float | None = None  # a shared context in two levels would merge its parts in another order
     min_cascade_context: int | None = None
+    rotated_together = 8
 
     def __init__(self, device: torch.device, max_model_len: int) -> None:
         self.device, self.max_model_len, self.part = device, max_model_len, part_of(max_model_len)
@@ -101,7 +102,7 @@ class _InvariantStep(PagedStep):
     """Attends in one eager step."""
 
     def __init__(self, backend: InvariantAttention, batch: InputBatch) -> None:
-        super().__init__(backend.append, batch.write_slots_i32)
+        super().__init__(backend.append, batch.write_slots_i32, backend.rotated_together)
         self._backend, self._batch = backend, batch
         self._longest = int(batch.kv_indptr.diff().max())
         self._tiles: dict[int, Tiles] = {}  # by the tokens of a tile

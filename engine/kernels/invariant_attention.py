@@ -30,10 +30,10 @@ from gpu_sampler.kernels.lm_head_logprob import INTERPRETED, LOG2_E
 
 MIN_PART: Final = 384  # tokens; changing it changes bits
 MAX_PARTS: Final = 128  # of a context; changing it changes bits
-BLOCK: Final = 64  # tokens; changing it changes bits
+BLOCK: Final = 32  # tokens; changing it changes bits
 ROWS: Final = 64  # of a tile: what Hopper's matrix instructions take
 WARPS: Final = 4
-STAGES: Final = 3
+STAGES: Final = 5
 MAX_DIM: Final = 256
 
 

@@ -71,7 +71,13 @@ SWITCHES |= {  # of attention of few rows
     ),
 }
 SWITCHES |= {  # of what lies between products and attention of few tokens
-    "engine.kernels.qk_norm_rope._qk_norm_rope_kernel": ((NORMED,), {"H": 16, "G": 8, "D": 128, "UPCAST": False}),
+    "engine.kernels.qk_norm_rope._qk_norm_rope_kernel": (
+        (NORMED,),
+        {"H": 16, "G": 8, "D": 128, "TOKENS": 8, "UPCAST": False},
+    ),
+        (NORMED,),
+        {"H": 16, "G": 8, "D": 128, "TOKENS": 8, "UPCAST": False},
+    ),
 }
 SWITCHES |= {  # of rows that keep their bits in any step
     "engine.kernels.invariant_gemm._invariant_gemm_kernel": (
@@ -82,7 +88,7 @@ SWITCHES |= {  # of rows that keep their bits in any step
     "engine.kernels.rms_norm._rms_norm_kernel": (("ROUND_FIRST",), {"N": 1000, "BLOCK": 1024}),
     "engine.kernels.invariant_attention._invariant_attention_kernel": (
         ("SPLIT", "CAPPED"),
-        {"GROUP": 3, "ROUND_GROUP": 4, "D": 80, "PADDED": 128, "PART": 512, "BLOCK": 64, "ROWS": 64, "UPCAST": False},
+        {"GROUP": 3, "ROUND_GROUP": 4, "D": 80, "PADDED": 128, "PART": 384, "BLOCK": 32, "ROWS": 64, "UPCAST": False},
     ),
 }
 SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}

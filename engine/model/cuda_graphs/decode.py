@@ -53,7 +53,7 @@ class CapturedStep(PagedStep):
         *,
         skinny: bool = True,
     ) -> None:
-        super().__init__(backend.append, torch.empty(0, dtype=torch.int32))
+        super().__init__(backend.append, torch.empty(0, dtype=torch.int32), backend.rotated_together)
         self._module, self._wrappers, self._rows, self._skinny = module, wrappers, rows, skinny
         self._queries = torch.arange(rows + 1, dtype=torch.int32)
         self._named = backend.named_by_graph(rows)

@@ -79,14 +79,16 @@ def case(
     )
 
 
-def rotated(given: Case, rotation: Rotation | None = None, parts: Sequence[torch.Tensor] | None = None) -> Found:
+def rotated(
+    given: Case, rotation: Rotation | None = None, parts: Sequence[torch.Tensor] | None = None, together: int = 1
+) -> Found:
     """By the kernel, into a pool of NaN; with another rotation or other heads if they are given."""
     _, kv_heads, dim = given.heads
     merged = given.merged
     shape = (given.pool, 1, kv_heads, dim)
     keys, values = (torch.full(shape, torch.nan, dtype=merged.dtype, device=merged.device) for _ in range(2))
     q, k, v = parts or given.parts
-    return qk_norm_rope(q, k, v, rotation or given.rotation, keys, values, given.slots), keys, values
+    return qk_norm_rope(q, k, v, rotation or given.rotation, keys, values, given.slots, together), keys, values
 
 
 def of_reference(given: Case) -> list[Any]:
@@ -133,7 +135,8 @@ def test_tokens_are_turned_as_by_the_reference_and_only_their_slots_are_written(
 ) -> None:
     given = case(tokens, heads, kv_heads, dim, device, dtype, normed=normed)
     assert fits(*given.parts, torch.empty((1, 1, kv_heads, dim), dtype=dtype, device=device))
-    assert_rotated(given, rotated(given))
+    for together in (1, 8):
+        assert_rotated(given, rotated(given, together=together))
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -174,10 +177,11 @@ def test_a_head_of_zeros_stays_one(device: str) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 def test_a_token_has_the_same_bits_beside_any_others_and_at_any_place(normed: bool, device: str) -> None:
     given = case(17, 4, 2, 16, device, normed=normed)
-    every = rotated(given)
-    for tokens in ([3], [16, 0], [5, 4, 3, 2, 1], list(range(16, -1, -1)), [16, *range(16)]):
-        some = given.of_tokens(tokens)
-        assert same_tokens(rotated(some), every, some, tokens)
+    for together in (1, 8):
+        every = rotated(given, together=together)
+        for tokens in ([3], [16, 0], [5, 4, 3, 2, 1], list(range(16, -1, -1)), [16, *range(16)]):
+            some = given.of_tokens(tokens)
+            assert same_tokens(rotated(some, together=together), every, some, tokens)
 
 
 def test_padding_of_one_slot_disturbs_no_other(device: str) -> None:
