@@ -75,9 +75,6 @@ SWITCHES |= {  # of what lies between products and attention of few tokens
         (NORMED,),
         {"H": 16, "G": 8, "D": 128, "TOKENS": 8, "UPCAST": False},
     ),
-        (NORMED,),
-        {"H": 16, "G": 8, "D": 128, "TOKENS": 8, "UPCAST": False},
-    ),
 }
 SWITCHES |= {  # of rows that keep their bits in any step
     "engine.kernels.invariant_gemm._invariant_gemm_kernel": (
