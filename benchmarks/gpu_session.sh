@@ -127,10 +127,16 @@ streams() {
     stop
 }
 
+# The generator draws the same tokens in every run. Prompts of another length are other prompts, but for the first of each
+# process, so that a run does not find those of the last one in the cache.
 load_streams() {
+    length=121
     for count in 1 16 64 256; do
-        (cd "$LOADERS" && within python3 stream_load.py 127.0.0.1 $port --streams $count) | tee -a "$out/streams-$name.txt"
-        (cd "$LOADERS" && within python3 stream_load.py 127.0.0.1 $port --streams $count --plain) | tee -a "$out/streams-$name.txt"
+        for how in "" --plain; do
+            (cd "$LOADERS" && within python3 stream_load.py 127.0.0.1 $port --streams $count --prompt $length $how) |
+                tee -a "$out/streams-$name.txt"
+            length=$((length + 1))
+        done
     done
 }
 

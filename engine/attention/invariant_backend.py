@@ -189,7 +189,7 @@ def tiles_between(starts: Int32s, size: int) -> tuple[Int32s, Int32s]:
 
     Args:
         starts: [S + 1] where each sequence begins, and where the last ends.
-        size: Of a tile.
+        size: The tokens of a tile.
     """
     counts = -(-np.diff(starts) // size)
     sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)

@@ -97,7 +97,7 @@ class CapturableBackend(AttentionBackend, Protocol):
             params: The layers' parameters.
             buffers: Where the plan lies.
             queries: i32 [S + 1] on the device, where each sequence ends. Sequences may be empty.
-            tokens: Of every plan.
+            tokens: How many every plan has.
         """
         ...
 

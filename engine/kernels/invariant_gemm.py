@@ -5,8 +5,8 @@
 
 A BLAS library chooses its kernel, and with it the order of a sum, by the number of rows (Thinking Machines 2025,
 "Defeating Nondeterminism in LLM Inference"): where rows are few it cuts K, and adds the pieces. Here K is never cut. A
-tile of the output is one chain of matrix instructions of equal depth, each of which adds to the sum of those before it,
-so that the shape of a tile changes the speed alone. Few rows are the right operand of small tiles, which keep a device
+tile of the output is one chain of matrix instructions of equal depth, each adding to the sum of those before it, so
+that the shape of a tile changes the speed alone. Few rows are the right operand of small tiles, which keep a device
 busy; many rows are the left one of large tiles.
 
 fp32 rows beside a bf16 weight are three bf16 terms that add up to them exactly, multiplied one after another at each
@@ -78,7 +78,7 @@ def _invariant_gemm_kernel(
         out: [M, N] contiguous, written.
         FEW: Whether the weight is the left operand.
         PARTS: P, 1 for rows that are multiplied as they are.
-        PRECISION: Of fp32 products.
+        PRECISION: How fp32 is multiplied.
         UPCAST: Whether the kernel runs in Triton's interpreter, which multiplies fp32 alone.
     """
     program, tiles_M, tiles_N = tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)

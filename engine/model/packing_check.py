@@ -168,9 +168,9 @@ def compare_bits(
     """Compares packed steps with each sequence in a step of its own, bit by bit.
 
     Args:
-        architecture: What a refusal names.
+        architecture: Named by a refusal.
         rows: Returns the wanted rows of a step.
-        lengths: Of the first sequence, the second, and what they share.
+        lengths: The first sequence's, the second's, and that of what they share.
         ids: The tokens of each sequence.
         slots: Where their keys and values go; the second sequence begins with slots of the first.
         token_table: i32 [3, longest] on the device, written.
@@ -215,8 +215,8 @@ def sequences_of(
     """Returns the tokens and the scattered slots of two sequences that share a prefix and of a short third one.
 
     Args:
-        lengths: Of the first, the second, and what they share.
-        vocab_size: Of the model.
+        lengths: The first sequence's, the second's, and that of what they share.
+        vocab_size: The model's.
         rng: Draws both.
     """
     longest, shortest, shared = lengths

@@ -101,7 +101,7 @@ def make_invariant(module: Any, head: HeadSpec | None, most_rows: int) -> Invari
     Args:
         module: The model, its projections fused or not.
         head: The result of the head check.
-        most_rows: Of a step.
+        most_rows: The most rows of a step.
 
     Raises:
         UnsupportedModel: A layer sums over a row in a way that has no invariant kernel.

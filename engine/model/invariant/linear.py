@@ -86,7 +86,7 @@ def make_linears(linears: Sequence[nn.Linear], most_rows: int) -> None:
 
     Args:
         linears: All of one device.
-        most_rows: Of a step.
+        most_rows: The most rows of a step.
     """
     library = bool(linears) and linears[0].weight.is_cuda and stop_cutting()
     found: dict[tuple[Any, ...], Products] = {}
@@ -126,7 +126,7 @@ def proven(
     Args:
         weight: [N, K].
         bias: [N].
-        most_rows: Of a step.
+        most_rows: The most rows of a step.
         library: Whether the library's is tried.
         exact: Whether rows and results are float32.
     """
