@@ -6,7 +6,8 @@ itself takes it to oneDNN. Switch: `engine.onednn_linear`.
 
 oneDNN generates code for each shape, which takes half a millisecond the first time and half a megabyte from then on.
 Rows are padded to one of eight sizes between powers of two, so that there are few: steps of all sizes make a process
-170 MB larger. A call costs 10 us more than one of MKL: layers with fewer than `MIN_WEIGHTS` stay there.
+170 MB larger. A call costs 10 us more than one of MKL, which is much for the built-in model: layers of fewer than
+`MIN_WEIGHTS` multiply up to `FEW_ROWS` rows by MKL.
 """
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from engine.utils.torch_ops import operation
 
 MIN_WEIGHTS = 1 << 17
+FEW_ROWS = 128  # at least those of a traced step (`engine.model.optimize.traced_base`), which asks for no number of rows
 MIN_ROWS = 2  # a single row would be multiplied in another order
 SIZE_BITS = 4  # a padded number of rows has this many leading binary digits, and zeros
 
@@ -25,7 +27,9 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         # A traced step must not depend on the number of rows.
-        called = torch.ops.assay.onednn_linear if torch.compiler.is_compiling() else linear
+        called = linear
+        if torch.compiler.is_compiling():
+            called = F.linear if self.weight.numel() < MIN_WEIGHTS else torch.ops.assay.onednn_linear
         out: torch.Tensor = called(hidden, self.weight, self.bias)
         return out
 
@@ -34,6 +38,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """Returns x weight^T + bias, f32 [..., N], of x f32 [..., K] and weight f32 [N, K] on a CPU."""
     outputs, inputs = weight.shape
     rows = x.numel() // inputs
+    if rows <= FEW_ROWS and weight.numel() < MIN_WEIGHTS:
+        return F.linear(x, weight, bias)
     if (padded := padded_rows(rows)) == rows:
         return _product(x, weight, bias)
     whole = F.pad(x.reshape(rows, inputs), (0, 0, 0, padded - rows))
@@ -67,7 +73,7 @@ def available() -> bool:
 
 
 def use_onednn(module: nn.Module) -> int:
-    """Makes the plain float32 linear layers of a module that are large enough use oneDNN, in place, where torch has it.
+    """Makes the plain float32 linear layers of a module use oneDNN, in place, where torch has it.
 
     Returns:
         The number of layers that it has changed.
@@ -81,4 +87,4 @@ def use_onednn(module: nn.Module) -> int:
 def _fits(layer: nn.Linear) -> bool:
     weight = layer.weight
     plain = weight.dtype == torch.float32 and weight.is_contiguous()
-    return weight.device.type == "cpu" and plain and weight.numel() >= MIN_WEIGHTS
+    return weight.device.type == "cpu" and plain
