@@ -258,8 +258,8 @@ class EngineOptions:
     fused_norms: bool = True
     """On a CPU: RMS norms are one operation where that gives the same bits."""
     onednn_linear: bool = True
-    """On a CPU: large linear layers in float32 are computed by oneDNN, which takes less time, and gives a row the same
-    bits in any number of rows."""
+    """On a CPU: linear layers in float32 are computed by oneDNN, small ones in steps of more than 128 rows, which takes
+    less time, and gives a row of a large one the same bits in any number of rows."""
     trace_base: bool = True
     """On a CPU: steps of up to 128 tokens run the model's operations without its modules, with the same bits. Start-up
     takes a second or two more."""

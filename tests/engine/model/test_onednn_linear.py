@@ -11,8 +11,15 @@ from torch import nn
 from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig
 from engine.model.hf_model import HFModel
-from engine.model.optimize import onednn_linear
-from engine.model.optimize.onednn_linear import MIN_WEIGHTS, OneDnnLinear, linear, padded_rows, use_onednn
+from engine.model.optimize import onednn_linear, traced_base
+from engine.model.optimize.onednn_linear import (
+    FEW_ROWS,
+    MIN_WEIGHTS,
+    OneDnnLinear,
+    linear,
+    padded_rows,
+    use_onednn,
+)
 from tests.engine.model.conftest import CONFIGS, SLOTS
 
 ENGINE = EngineConfig(kv_slots=SLOTS)
@@ -74,11 +81,29 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(inputs: int, outputs: int
     assert torch.equal(linear(x[40:41], weight, None), whole[40:41])
 
 
-def test_small_layers_stay_with_torch() -> None:
+@pytest.mark.parametrize(("rows", "calls"), [(1, 0), (FEW_ROWS, 0), (FEW_ROWS + 1, 1), (1000, 1)])
+def test_small_layers_multiply_few_rows_by_torch(
+    asked: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, rows: int, calls: int
+) -> None:
+    monkeypatch.setattr(onednn_linear, "MIN_WEIGHTS", 40 * 24 + 1)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn((rows, 24), generator=generator), torch.randn((40, 24), generator=generator)
+    torch.testing.assert_close(linear(x, weight, None), F.linear(x, weight), rtol=0, atol=2e-5)
+    assert len(asked) == calls
+    monkeypatch.setattr(onednn_linear, "MIN_WEIGHTS", 40 * 24)
+    linear(x, weight, None)
+    assert len(asked) == calls + 1
+
+
+def test_a_traced_step_has_few_rows() -> None:
+    """Its small layers are torch's for any number of rows."""
+    assert FEW_ROWS >= traced_base.MAX_TOKENS
+
+
+def test_layers_of_every_size_are_changed() -> None:
     smaller = nn.Linear(MIN_WEIGHTS >> 9, (1 << 9) - 1)
     large = nn.Linear(MIN_WEIGHTS >> 9, 1 << 9)
-    assert use_onednn(nn.ModuleList([smaller, large])) == 1
-    assert type(smaller) is nn.Linear and type(large) is OneDnnLinear
+    assert use_onednn(nn.ModuleList([smaller, large])) == 2 == _changed(nn.ModuleList([smaller, large]))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
