@@ -9,9 +9,9 @@ same number of requests in flight for each replica, sent by `--clients` processe
 serialised bodies, and without HTTP from processes that each do an ingress's work (`handle`). Every request is new to
 the prefix cache. `ratio` is items/s over those of the first number of replicas.
 
-`plain-N` and `streams-N` keep N greedy generations of 128 tokens after 128 others under way for each replica, over HTTP
-only; their `ratio` is that of tokens/s. `mixed` keeps 8 requests of `rerank` and 64 streams under way for each replica
-(`mixed-S-N`: other numbers).
+`plain-N` and `streams-N` keep N greedy generations under way for each replica, over HTTP only, each of 64 to 192 tokens
+after 128; their `ratio` is that of tokens/s. `mixed` keeps 8 requests of `rerank` and 64 streams under way for each
+replica (`mixed-S-N`: other numbers).
 
 In the end, under `mixed` or else the first workload over HTTP, one replica is killed, frozen or drained, as `--faults`
 says: `failed` counts the requests that were not answered with 200 or whose stream ended with an error, and

@@ -29,7 +29,9 @@ REFUSED_S = 0.1  # until a caller who was not answered with 200 asks again
 OK, BROKEN = 200, 0
 PATIENCE_S = 120.0
 READY_S = 60.0
-PROMPT_TOKENS, NEW_TOKENS = 128, 128  # of a generation
+PROMPT_TOKENS = 128  # of a generation
+NEW_TOKENS = 128  # in the mean; generations of one length would begin and end together, in waves
+FEWEST, MOST = NEW_TOKENS // 2, NEW_TOKENS * 3 // 2
 LINE_BYTES = 1 << 26
 
 
@@ -55,16 +57,18 @@ class Order:
 
 
 class Reply(NamedTuple):
-    """Holds the status of an answer, and the arrivals of its tokens: their times, and the number of tokens of each."""
+    """Holds the status of an answer, the arrivals of its tokens (their times, and the number of tokens of each), and
+    the number that was asked for."""
 
     status: int
     arrived_s: Sequence[float] = ()
     tokens: Sequence[int] = ()
+    asked: int = 0
 
 
 class TimedAnswer(NamedTuple):
-    """Holds one answer; times are of the monotonic clock, which all processes share. `arrived_s` and `tokens` are those
-    of `Reply`."""
+    """Holds one answer; times are of the monotonic clock, which all processes share. The last three are those of
+    `Reply`."""
 
     done_s: float
     took_s: float
@@ -72,6 +76,7 @@ class TimedAnswer(NamedTuple):
     generation: bool = False
     arrived_s: Sequence[float] = ()
     tokens: Sequence[int] = ()
+    asked: int = NEW_TOKENS
 
 
 Ask = Callable[[int], Awaitable[Reply]]  # by the caller's number
@@ -113,14 +118,14 @@ class Requests:
         between, _, after = rest.partition(b"-2")
         return before, between, after
 
-    def generations(self, *, stream: bool) -> Iterator[bytes]:
-        """Makes JSON bodies of generations. Their answers list ids, because ids may have no text."""
-        fixed = {
-            "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "stream": stream, "return_token_ids": True,
-        }  # fmt: skip
+    def generations(self, *, stream: bool) -> Iterator[tuple[bytes, int]]:
+        """Makes JSON bodies of generations, each with its number of tokens. Their answers list ids, because ids may
+        have no text."""
+        fixed = {"temperature": 0, "ignore_eos": True, "stream": stream, "return_token_ids": True}
         while True:
             prompt = [self._draw.randrange(workloads.FIRST_ID, self._last) for _ in range(PROMPT_TOKENS)]
-            yield json.dumps({"prompt": prompt, **fixed}).encode()
+            tokens = self._draw.randint(FEWEST, MOST)
+            yield json.dumps({"prompt": prompt, "max_tokens": tokens, **fixed}).encode(), tokens
 
     def arrays(self) -> Iterator[tuple[Int32s, Int32s, Int32s]]:
         """Returns the query, the ids of the items and their starts."""
@@ -154,7 +159,9 @@ class OverHttp:
     async def generate(self, caller: int) -> Reply:
         """Asks for a generation. A stream that ends with an error, or early, is a broken answer."""
         read = _read_stream if self._stream else _read_tokens
-        return await self._post(caller, "/v1/completions", next(self._generations), read)
+        body, tokens = next(self._generations)
+        reply = await self._post(caller, "/v1/completions", body, read)
+        return reply._replace(asked=tokens)
 
     async def _post(
         self, caller: int, path: str, body: bytes, read: Callable[[aiohttp.ClientResponse], Awaitable[Reply]]
@@ -249,7 +256,7 @@ async def load(
             sent = time.monotonic()
             reply = await ask(number)
             done = time.monotonic()
-            found.append(TimedAnswer(done, done - sent, reply.status, generation, reply.arrived_s, reply.tokens))
+            found.append(TimedAnswer(done, done - sent, reply.status, generation, *reply[1:]))
             if reply.status != OK:
                 await asyncio.sleep(REFUSED_S)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from benchmarks.fleet.client import NEW_TOKENS, OK, Order, TimedAnswer
+from benchmarks.fleet.client import OK, Order, TimedAnswer
 from benchmarks.fleet.client_pool import ClientPool, LoadAnswers
 from benchmarks.fleet.service import Fleet
 from benchmarks.support import workloads
@@ -160,7 +160,7 @@ def tokens_in(answers: Sequence[TimedAnswer], since: float, until: float, *, str
 
 def lost_or_doubled_tokens(answers: Sequence[TimedAnswer]) -> int:
     """Returns by how many tokens generations that ended without an error are too short or too long."""
-    return sum(abs(sum(one.tokens) - NEW_TOKENS) for one in answers if one.generation and one.status == OK)
+    return sum(abs(sum(one.tokens) - one.asked) for one in answers if one.generation and one.status == OK)
 
 
 def with_ratio(row: Row, rows: Sequence[Row]) -> Row:

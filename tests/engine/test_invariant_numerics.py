@@ -280,10 +280,10 @@ def test_products_are_used_where_their_bits_are_the_kernels(wrong: Any, monkeypa
 
 
 def test_every_small_number_of_rows_is_tried_and_the_most() -> None:
-    for most in (1, 63, 64, 65, 4096):
+    for most in (1, 63, 64, 65, 16_384):
         found = tried_rows(most)
         assert found == sorted(set(found)) and found[-1] == most and set(range(1, min(64, most) + 1)) <= set(found)
-    assert len(found) < 150
+    assert len(found) < 160
 
 
 @pytest.mark.parametrize(("name", "part"), [("gpt_oss", "router"), ("qwen3_moe", "experts")])

@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 LIBRARY_ROWS: Final = 97  # from which the library's product is used: uncut, it is slow for some numbers below
 EVERY: Final = 64  # numbers of rows up to this one are all tried
 RATIO: Final = 1.07  # of the numbers that are tried above it
-MOST_ROWS: Final = 4096  # that are tried
 MOST_COLUMNS: Final = 8192  # of a head that are tried
 HALVES: Final = (torch.bfloat16, torch.float16)
 
@@ -135,10 +134,10 @@ def proven(
 
     if weight.dtype not in HALVES or INTERPRETED:  # which has one tile
         return Products()
-    counts = tried_rows(min(most_rows, MOST_ROWS))
+    counts = tried_rows(most_rows)
     dtype = torch.float32 if exact else weight.dtype
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn((counts[-1], weight.shape[1]), generator=generator).to(weight.device, dtype)
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn((most_rows, weight.shape[1]), generator=generator, device=weight.device, dtype=dtype)
     wanted = invariant_gemm(x, weight, bias, tile=tile_of(MANY, dtype, weight.dtype))
     return Products(
         alike(x, weight, bias, Products(few=True), wanted, counts),

@@ -10,6 +10,8 @@ Rows are padded to one of eight sizes between powers of two, so that there are f
 `MIN_WEIGHTS` multiply up to `FEW_ROWS` rows by MKL.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -29,7 +31,7 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         # A traced step must not depend on the number of rows.
-        called = linear
+        called: Any = linear
         if torch.compiler.is_compiling():
             called = F.linear if self.weight.numel() < MIN_WEIGHTS else torch.ops.assay.onednn_linear
         out: torch.Tensor = called(hidden, self.weight, self.bias)
