@@ -63,6 +63,7 @@ CASES = (  # benchmarks that depend on the host come first, while the machine is
     Case("verify", "sampler.bench_verify", (), 150),
     Case("lm-head", "kernels.bench_lm_head_logprob", (), 60),
     Case("skinny-gemm", "kernels.bench_skinny_gemm", (), 40),
+    Case("invariant-gemm", "kernels.bench_invariant_gemm", (), 40),
     Case("skinny-decode-attention", "kernels.bench_skinny_decode_attention", (), 40),
     Case("qk-norm-rope", "kernels.bench_qk_norm_rope", (), 40),
 )  # fmt: skip

@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
 
 EXACT_DEPTH: Final = 64  # changing it changes bits of fp32 rows
-# By the most rows, ascending; few rows may be kept from being the right operand. Measured on an H100.
+# By the most rows, ascending; measured on an H100.
 TILES: Final = {
     16: Tile(16, 64, 128, 4, 4, few=True),
     96: Tile(32, 64, 128, 4, 4, few=True),
@@ -139,13 +139,13 @@ def _terms_kernel(x, terms, x_row, x_term, K, TERMS: tl.constexpr, COPIED: tl.co
 
 
 def tile_of(rows: int, x_dtype: torch.dtype, weight_dtype: torch.dtype, *, few: bool = True) -> Tile:
-    """Returns the tile for a number of rows. `few`: whether rows may be the right operand."""
+    """Returns the tile for a number of rows. `few`: whether few rows have tiles of their own."""
     if INTERPRETED:
         return SMALL
     if x_dtype == torch.float32 and weight_dtype != torch.bfloat16:
         return TF32
     tiles = EXACT_TILES if x_dtype == torch.float32 else TILES
-    return next(tile for most, tile in tiles.items() if rows <= most and few >= tile.few)
+    return next(tile for most, tile in tiles.items() if (rows if few else MANY) <= most)
 
 
 def invariant_gemm(
@@ -166,7 +166,7 @@ def invariant_gemm(
         bias: [N].
         residual: [..., N] of the result's type, is added to it.
         out_dtype: None: x's.
-        few: Whether few rows may be the right operand. No bit depends on it where all matrix instructions of a device
+        few: Whether few rows have tiles of their own. No bit depends on it where all matrix instructions of a device
             sum alike, as Hopper's do.
         tile: None: as suits the rows. No bit depends on it, with the same exception.
 
