@@ -1,10 +1,10 @@
 """Linear layers that sum each row alike: by the invariant kernel, or by a faster product that has been seen to have its
 bits.
 
-The library's product of many rows takes three quarters of the kernel's time (`benchmarks/results/invariant-gemm.json`). It sums K from the first to the last, too,
-where it does not cut K, which torch can forbid with cuBLASLt. Neither this order nor that of the kernel's own tiles of
-few rows is promised by anybody. So both are tried at start-up, for every form of weight and many numbers of rows,
-beside the kernel's tiles of many rows, and what differs in a bit is not used for that form.
+The library's product of many rows takes three quarters of the kernel's time (`benchmarks/results/invariant-gemm.json`).
+It sums K from the first to the last, too, where it does not cut K, which torch can forbid with cuBLASLt. Neither this
+order nor that of the kernel's tiles of few rows is promised. So both are tried at start-up, for every form of weight
+and many numbers of rows, beside the kernel's tiles of many rows, and what differs in a bit is not used for that form.
 """
 
 import logging
