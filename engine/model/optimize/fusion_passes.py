@@ -23,7 +23,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import fx
 
-import engine.attention.qk_norm_rope_op  # noqa: F401  # registers the op
+import engine.attention.qk_norm_rope_op  # these register the ops
+import engine.model.invariant.layers
+import engine.model.optimize.skinny_linear  # noqa: F401
 
 # How many arguments a product has by itself.
 FIELDS: Final[dict[Any, int]] = {torch.ops.assay.skinny_gemm: 4, torch.ops.assay.invariant_linear: 6}

@@ -19,9 +19,7 @@ from torch import nn
 from engine.utils.torch_ops import operation
 
 MIN_WEIGHTS = 1 << 17
-FEW_ROWS = (
-    128  # at least those of a traced step (`engine.model.optimize.traced_base`), which asks for no number of rows
-)
+FEW_ROWS = 128  # or more, as a traced step has (`traced_base`), whose code does not depend on the number of rows
 MIN_ROWS = 2  # a single row would be multiplied in another order
 SIZE_BITS = 4  # a padded number of rows has this many leading binary digits, and zeros
 
