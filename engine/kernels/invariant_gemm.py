@@ -24,10 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.lm_head_logprob import INTERPRETED
+from gpu_sampler.kernels.lm_head_logprob import FLOATS, INTERPRETED
 
-FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
-HALVES: Final = (torch.bfloat16, torch.float16)
 GROUP: Final = 8  # tiles of rows that share the columns of a weight in cache
 TERMS: Final = 3  # of 8 bits each: the 24 bits of fp32
 MANY: Final = 1 << 62

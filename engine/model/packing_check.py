@@ -151,7 +151,6 @@ class PackingCheck:
         trial = _Trial(self._model, slots=sum(map(len, self._ids)) + 1)
 
         def rows(kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> torch.Tensor:
-            trial.token_table = token_table
             return trial.run(output_rows, kind, sequences)
 
         compare_bits(self._model.architecture, rows, self._lengths, self._ids, self._slots, trial.token_table)

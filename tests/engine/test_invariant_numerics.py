@@ -228,7 +228,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.full)])
 def test_compiled_and_captured_steps_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In steps of any size the same code of a layer runs, where rotations are part of attention. Residuals are part of
-    products but in the last layer, some of whose rows nobody wants."""
+    products but in the last layer, which computes the wanted rows alone."""
     joined = list[int]()
     own = fusion_passes.join_kernels
     monkeypatch.setattr(fusion_passes, "join_kernels", lambda graph: joined.append(own(graph)))

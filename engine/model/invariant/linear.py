@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.model.optimize.skinny_linear import HALVES
 from engine.utils.torch_ops import operation
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,6 @@ LIBRARY_ROWS: Final = 97  # from which the library's product is used: uncut, it 
 EVERY: Final = 64  # numbers of rows up to this one are all tried
 RATIO: Final = 1.07  # of the numbers that are tried above it
 MOST_COLUMNS: Final = 8192  # of a head that are tried
-HALVES: Final = (torch.bfloat16, torch.float16)
 
 
 class Products(NamedTuple):

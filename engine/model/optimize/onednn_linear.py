@@ -19,7 +19,7 @@ from torch import nn
 from engine.utils.torch_ops import operation
 
 MIN_WEIGHTS = 1 << 17
-FEW_ROWS = 128  # or more, as a traced step has (`traced_base`), whose code does not depend on the number of rows
+FEW_ROWS = 128  # no fewer than a traced step has (`traced_base`): its code does not depend on the number of rows
 MIN_ROWS = 2  # a single row would be multiplied in another order
 SIZE_BITS = 4  # a padded number of rows has this many leading binary digits, and zeros
 
