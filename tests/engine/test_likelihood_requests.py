@@ -311,9 +311,16 @@ async def growth(make_rig: MakeRig, prompt: list[int], budget: int) -> tuple[int
     return max(seen) - start, found
 
 
+async def least_growth(make_rig: MakeRig, prompt: list[int], budget: int) -> tuple[int, LikelihoodResult]:
+    """Returns the least of three peaks, and the last result: what other tests have left in the process, and its threads
+    do meanwhile, can only add to one."""
+    found = [await growth(make_rig, prompt, budget) for _ in range(3)]
+    return min(grown for grown, _ in found), found[-1][1]
+
+
 async def test_a_prompt_of_100_000_tokens_takes_the_memory_of_a_step(make_rig: MakeRig) -> None:
     prompt = np.random.default_rng(8).integers(0, 250, 100_000).tolist()
-    grown, found = await growth(make_rig, prompt, 4_096)
+    grown, found = await least_growth(make_rig, prompt, 4_096)
     assert grown < BOUND, grown
     model = make_rig(start=False, num_slots=len(prompt) + 100).model
     slots, places = np.arange(1, len(prompt) + 1, dtype=np.int32), np.arange(5, len(prompt) - 1, 997, dtype=np.int32)
@@ -329,7 +336,7 @@ async def test_a_prompt_of_100_000_tokens_takes_the_memory_of_a_step(make_rig: M
 @pytest.mark.full
 async def test_the_memory_test_would_see_all_logits_together(make_rig: MakeRig) -> None:
     prompt = np.random.default_rng(8).integers(0, 250, 100_000).tolist()
-    grown, _ = await growth(make_rig, prompt, 1 << 20)
+    grown, _ = await least_growth(make_rig, prompt, 1 << 20)
     assert grown > BOUND, grown  # a little of it is what earlier tests left to the allocator
 
 
