@@ -114,10 +114,11 @@ async def test_the_loop_turns_beside_large_requests(
 async def test_work_on_the_loop_would_be_seen(
     lag_client: Callable[[], Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Compared with the call as it is, since how long the work takes depends on the machine: 15 to 80 times."""
+
     async def here(api: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    """Compared with the call as it is, since how long the work takes depends on the machine: 15 to 80 times."""
     client = lag_client()
     as_it_is, _, _ = await measured(client, name, monkeypatch)
     monkeypatch.setattr("deployments.api.handler.RequestHandler.in_thread", here)
