@@ -69,8 +69,11 @@ class _Block(NamedTuple):
             at = torch.arange(self.shape[2], device=self.places.device)
             place = self.places[:, :, None]
             seen = at <= place if window == NO_WINDOW else (at <= place) & (at > place - window)
-            blank = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            self.masks[window] = None if bool(seen.all()) else blank.masked_fill_(~seen, float("-inf"))[:, None]
+            if bool(seen.all()):
+                self.masks[window] = None
+            else:
+                blank = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+                self.masks[window] = blank.masked_fill_(~seen, float("-inf"))[:, None]
         return self.masks[window]
 
 
@@ -171,7 +174,10 @@ def _blocks(queries: Int64s, attended: Int64s, indices: torch.Tensor, max_attend
         indices: [A] slots that the sequences attend to.
         max_attended: Tokens that a block copies at most, unless one sequence attends to more.
     """
-    sizes, lengths = np.diff(queries), np.diff(attended).astype(np.int64)
+    sizes, lengths = queries[1:] - queries[:-1], attended[1:] - attended[:-1]
+    count, n, a = len(sizes), int(sizes.max()), int(lengths.max())
+    if count * n * a <= MIN_AREA and count * a <= max_attended:
+        return [_block(queries, attended, indices, np.arange(count), n, a)]
     order = np.lexsort((lengths, sizes))[::-1]
     blocks, start = [], 0
     while start < len(order):

@@ -201,7 +201,7 @@ async def test_without_limits_and_pieces_the_loop_would_stop(api: Callable[..., 
     whole: Fault = (handler, "encode", lambda body, maximum: [to_json(body)])
     in_pieces, pause = await pauses(unlimited, "/tokenize", data, whole, tries=2)
     print(f"R3 a text without limits: longest pause in pieces {1e3 * in_pieces:.0f} ms, whole {1e3 * pause:.0f} ms")
-    assert pause > 2 * in_pieces
+    assert pause > 1.5 * in_pieces
 
 
 def filled_with(entry: str, count: int) -> bytes:
@@ -242,7 +242,7 @@ async def test_the_loop_turns_beside_ten_bodies_at_the_limit(api: Callable[..., 
 
 @pytest.mark.full
 @pytest.mark.risk("R3", planted=True)
-@pytest.mark.parametrize("name", ["numbers", "lists beyond the limit"])
+@pytest.mark.parametrize("name", ["numbers beyond the limit", "lists beyond the limit"])
 async def test_bodies_read_in_one_call_would_be_seen(api: Callable[..., FastAPI], name: str) -> None:
     unlimited = api(max_json_values=1 << 30, max_json_containers=1 << 30)
     in_one_call: Fault = (json_pieces, "read", lambda data, limits, parse: from_json(data))
