@@ -23,7 +23,7 @@ MIN_BUDGET = {"cpu": 32, "cuda": 256}  # tokens of a step, however slow the mach
 MIN_MEASURED = 32  # tokens of a step that tells how fast it is
 UNKNOWN_BUDGET = 512  # tokens of a step for whose end others wait, before any time is known
 REACH = 2  # times the largest of the latest steps: beyond that the line is a guess, and others would wait for it
-SHARED_STEP_S = {"cpu": 0.01, "cuda": 0.1}  # while requests of several tenants come
+SHARED_STEP_S = {"cpu": 0.006, "cuda": 0.1}  # while requests of several tenants come
 STEP_S = {"cpu": 0.1, "cuda": 0.4}  # a large model's matrix products lose a twentieth in shorter steps of a GPU
 FIXED_SHARE = 1 / 8  # of a step at most: a large model on a CPU would lose half its rate in short ones
 GAP_STEPS = 4  # decode steps that running rows wait at most, where `decode_gap_s` is shorter
@@ -32,6 +32,7 @@ DECAY = 0.9  # weight that a step keeps with each later one
 OUTLIER_FACTOR = 2.0  # times longer or shorter than expected
 MIN_KNOWN_STEPS = 3  # steps after which an outlier is passed over
 MIN_SPREAD = 0.05  # of the mean size: steps that are all alike do not tell the two parts apart
+MAX_ALIKE = 32  # steps after which what was known of their parts may have changed
 
 
 class StepPolicy:
@@ -215,8 +216,11 @@ class StepTimeModel:
 
     def max_rows(self, drafting: bool) -> int:
         """Returns the most rows that a decode step may have while requests of several tenants come."""
-        fit = self._row_fits[drafting]
-        within = fit.tokens_within(self._shared_step_s) if fit.knows_parts else fit.unlike_size(self._shared_step_s)
+        fit, seconds = self._row_fits[drafting], self._shared_step_s
+        known = fit.knows_parts and not fit.stays_above(seconds)
+        within = fit.tokens_within(seconds) if known else fit.unlike_size(seconds)
+        if fit.largest:
+            within = min(within, REACH * fit.largest)
         return int(min(MAX_RUNNING_BOUND, max(1, within)))
 
     def add(self, kind: StepKind, tokens: int, seconds: float) -> None:
@@ -251,7 +255,7 @@ class StepTimeFit:
         self._steps = 0
         self._weight = self._n = self._s = self._nn = self._ns = 0.0
         self._slope: float | None = None  # seconds a token
-        self._alike = True  # whether the latest steps are of one size
+        self._alike = 0  # steps since the latest ones were of several sizes
 
     def add(self, tokens: int, seconds: float) -> None:
         """Takes a step of `tokens` tokens that took `seconds`."""
@@ -271,9 +275,9 @@ class StepTimeFit:
         self._ns = DECAY * self._ns + tokens * seconds
         n, s = self._n / self._weight, self._s / self._weight
         spread = self._nn / self._weight - n * n
-        self._alike = spread <= (MIN_SPREAD * n) ** 2
-        if not self._alike:
-            self._slope = (self._ns / self._weight - n * s) / spread
+        self._alike += 1
+        if spread > (MIN_SPREAD * n) ** 2:
+            self._slope, self._alike = (self._ns / self._weight - n * s) / spread, 0
 
     def tokens_within(self, seconds: float, fixed_share: float = WAITED_FIXED_SHARE) -> float:
         """Returns the tokens of a step that takes `seconds`, or one whose fixed part is `fixed_share` of it, if longer.
@@ -293,6 +297,10 @@ class StepTimeFit:
         Steps of one token alone have not, whatever the line was before: with a steep one they would stay so.
         """
         return self._slope is not None and not (self._alike and self._n < 2 * self._weight)
+
+    def stays_above(self, seconds: float) -> bool:
+        """Tells whether many steps of one size took longer. The line that lets them may be of another load."""
+        return self._alike > MAX_ALIKE and self._s > seconds * self._weight
 
     def unlike_size(self, seconds: float) -> float:
         """Returns the tokens of a step that would tell the parts apart: half, or twice, those of the steps that were

@@ -10,6 +10,7 @@ import torch
 from engine.batch.input_batch import StepKind
 from engine.config import MAX_RUNNING_BOUND, EngineConfig
 from engine.scheduler.policy import (
+    MAX_ALIKE,
     MIN_BUDGET,
     MIN_MEASURED,
     REACH,
@@ -190,14 +191,15 @@ def rows_of_steps(fixed: float, each: float, running: int, first: int, steps: in
 
 @pytest.mark.parametrize("first", [1, 2, 64])
 def test_rows_are_as_many_as_a_short_step_holds(first: int) -> None:
-    rows = int(1000 * SHARED_STEP_S["cpu"]) - 4
-    assert rows_of_steps(0.004, 0.001, running=64, first=first)[-10:] == [pytest.approx(rows, abs=1)] * 10
+    rows = int(1000 * SHARED_STEP_S["cpu"]) - 2
+    assert rows_of_steps(0.002, 0.001, running=64, first=first)[-10:] == [pytest.approx(rows, abs=1)] * 10
 
 
 @pytest.mark.parametrize("fixed", [0.01, 0.2])
 @pytest.mark.parametrize("first", [1, 2, 64])
 def test_rows_that_cost_little_beside_the_step_itself_all_share_one(fixed: float, first: int) -> None:
-    assert rows_of_steps(fixed, 0.0001, running=64, first=first)[-10:] == [64] * 10
+    found = rows_of_steps(fixed, 0.0001, running=64, first=first, steps=60 + MAX_ALIKE)[-MAX_ALIKE:]
+    assert sorted(found)[1:] == [64] * (MAX_ALIKE - 1), "but for one that tries another size"
 
 
 def rows_after_a_delay() -> float:
@@ -214,6 +216,29 @@ def rows_after_a_delay() -> float:
 @pytest.mark.risk("R17")
 def test_a_line_that_a_delay_made_steep_does_not_hold_steps_at_one_row() -> None:
     assert rows_after_a_delay() == 64
+
+
+def rows_behind_a_flat_line() -> float:
+    """Rows of a decode step that takes 2.5 ms and 0.35 ms a row, after a batch had grown to 64 rows while each of its
+    steps took as long as one of them all: the machine did something else."""
+    made, longest = budgets(step=None), 0.0025 + 0.00035 * 64
+    for rows in (*range(4, 64, 4), *[64] * 64):
+        made.add_rows(False, rows, longest)
+    for _ in range(2 * MAX_ALIKE):
+        rows = min(64, made.max_rows(False))
+        made.add_rows(False, rows, 0.0025 + 0.00035 * rows)
+    return rows
+
+
+@pytest.mark.risk("R17")
+def test_a_flat_line_does_not_let_steps_stay_long() -> None:
+    assert rows_behind_a_flat_line() == pytest.approx((SHARED_STEP_S["cpu"] - 0.0025) / 0.00035, abs=1)
+
+
+@pytest.mark.risk("R17", planted=True)
+def test_a_flat_line_that_is_never_tried_again_would_let_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepTimeFit, "stays_above", lambda fit, seconds: False)
+    assert rows_behind_a_flat_line() == 64
 
 
 @pytest.mark.risk("R17", planted=True)
