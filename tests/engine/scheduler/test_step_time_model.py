@@ -221,9 +221,9 @@ def test_a_line_that_a_delay_made_steep_does_not_hold_steps_at_one_row() -> None
 def rows_behind_a_flat_line() -> float:
     """Rows of a decode step that takes 2.5 ms and 0.35 ms a row, after a batch had grown to 64 rows while each of its
     steps took as long as one of them all: the machine did something else."""
-    made, longest = budgets(step=None), 0.0025 + 0.00035 * 64
-    for rows in (*range(4, 64, 4), *[64] * 64):
-        made.add_rows(False, rows, longest)
+    made, longest, rows = budgets(step=None), 0.0025 + 0.00035 * 64, 0
+    for size in [*range(4, 64, 4), *[64] * 64]:
+        made.add_rows(False, size, longest)
     for _ in range(2 * MAX_ALIKE):
         rows = min(64, made.max_rows(False))
         made.add_rows(False, rows, 0.0025 + 0.00035 * rows)
