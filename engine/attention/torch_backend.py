@@ -176,7 +176,7 @@ def _blocks(queries: Int64s, attended: Int64s, indices: torch.Tensor, max_attend
     """
     sizes, lengths = queries[1:] - queries[:-1], attended[1:] - attended[:-1]
     count, n, a = len(sizes), int(sizes.max()), int(lengths.max())
-    if count * n * a <= MIN_AREA and count * a <= max_attended:
+    if count * n * a <= MIN_AREA and count * a <= max_attended:  # what the search below would come to
         return [_block(queries, attended, indices, np.arange(count), n, a)]
     order = np.lexsort((lengths, sizes))[::-1]
     blocks, start = [], 0

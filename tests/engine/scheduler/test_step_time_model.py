@@ -218,6 +218,14 @@ def test_a_line_that_a_delay_made_steep_does_not_hold_steps_at_one_row() -> None
     assert rows_after_a_delay() == 64
 
 
+@pytest.mark.risk("R17")
+def test_no_step_has_far_more_rows_than_those_measured() -> None:
+    made = budgets(step=None)
+    for rows, seconds in [(1, 0.0021), (2, 0.002)] * 5:  # as if a row made a step shorter
+        made.add_rows(False, rows, seconds)
+    assert made.max_rows(False) == REACH * 2
+
+
 def rows_behind_a_flat_line() -> float:
     """Rows of a decode step that takes 2.5 ms and 0.35 ms a row, after a batch had grown to 64 rows while each of its
     steps took as long as one of them all: the machine did something else."""
