@@ -403,12 +403,16 @@ class RunningRequest:
         ended: Callable[[], None] | None = None,
     ) -> None:
         """`answers`: results that end something: one of each branch, or one of all rows."""
-        self._state = state
+        self._state: GenerationState | ScoringState | None = state
         self._leave = leave
         self._deliver = deliver
         self._left = answers
         self._ended = ended
-        self.over = False
+
+    @property
+    def over(self) -> bool:
+        """Whether the request has ended."""
+        return self._state is None
 
     def take(self, result: Result) -> None:
         """Takes a result from the step thread, on the event loop."""
@@ -419,17 +423,21 @@ class RunningRequest:
             self._left = 0
         else:
             self._left -= not isinstance(result, GenerateChunk) or result.finish is not None
+        deliver = self._deliver
         if not self._left:
             self.cancel()
-        self._deliver(result)
+        deliver(result)
 
     def cancel(self) -> None:
         """Ends the request. Does nothing once it has ended."""
-        if not self.over:
-            self.over = True
-            self._leave(self._state)
+        if (state := self._state) is not None:
+            self._state, self._deliver = None, _drop  # both lead here: a cycle would wait for the garbage collector
+            self._leave(state)
             if self._ended is not None:
                 self._ended()
+
+
+def _drop(result: object) -> None: ...
 
 
 def _queue_of(state: GenerationState | ScoringState) -> ResultQueue:

@@ -71,6 +71,7 @@ class ClientWatch:
     ) -> None:
         self._over = True
         self._watcher.cancel()
+        del self._watcher  # its frame leads here: a cycle would wait for the garbage collector
         if self._left and (not self._task.uncancel() or kind is not asyncio.CancelledError):
             raise ClientGone from None
 

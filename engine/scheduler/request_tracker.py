@@ -253,6 +253,7 @@ class RequestTracker:
             self._scheduler.score_batcher.release(state)
         else:
             self._recorder.cached_tokens += state.cached
+            state.branches.clear()  # each leads here: a cycle would wait for the garbage collector
         if not self._config.prefix_cache:
             kv_cache = self._scheduler.kv_cache
             kv_cache.free_later(lambda: kv_cache.free(kv_cache.prefix_cache.drop(state.domain)))
