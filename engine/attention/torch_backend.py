@@ -176,8 +176,9 @@ def _blocks(queries: Int64s, attended: Int64s, indices: torch.Tensor, max_attend
     """
     sizes, lengths = queries[1:] - queries[:-1], attended[1:] - attended[:-1]
     count, n, a = len(sizes), int(sizes.max()), int(lengths.max())
+    layout = _Layout(queries[:-1], sizes, attended[:-1], lengths)
     if count * n * a <= MIN_AREA and count * a <= max_attended:  # what the search below would come to
-        return [_block(queries, attended, indices, np.arange(count), n, a)]
+        return [_block(layout, indices, n, a, whole=True)]
     order = np.lexsort((lengths, sizes))[::-1]
     blocks, start = [], 0
     while start < len(order):
@@ -192,30 +193,40 @@ def _blocks(queries: Int64s, attended: Int64s, indices: torch.Tensor, max_attend
                 break
             a, end = a_with, end + 1
         chosen = np.sort(order[start:end])
-        blocks.append(_block(queries, attended, indices, chosen, n, a))
+        of_block = _Layout(*(column[chosen] for column in layout))
+        blocks.append(_block(of_block, indices, n, a, whole=len(chosen) == len(sizes)))
         start = end
     return blocks
 
 
-def _block(queries: Int64s, attended: Int64s, indices: torch.Tensor, chosen: Int64s, n: int, a: int) -> _Block:
-    sizes, lengths = queries[chosen + 1] - queries[chosen], attended[chosen + 1] - attended[chosen]
+class _Layout(NamedTuple):
+    """Says where the sequences of a block are among the step's new tokens and among its `indices`: i64 [B] each."""
+
+    first: Int64s
+    sizes: Int64s  # new tokens
+    first_attended: Int64s
+    lengths: Int64s  # tokens that it attends to
+
+
+def _block(layout: _Layout, indices: torch.Tensor, n: int, a: int, *, whole: bool) -> _Block:
+    """Lays sequences side by side, padded to n new tokens and a attended ones; `whole`: all of the step's."""
+    first, sizes, first_attended, lengths = layout
     new = np.minimum(np.arange(n), sizes[:, None] - 1)  # [B, n]
     at = np.minimum(np.arange(a), lengths[:, None] - 1)  # [B, a]
     places = torch.from_numpy(new + (lengths - sizes)[:, None])
     padded = bool((sizes < n).any())
-    whole = not padded and len(chosen) == len(queries) - 1
     device = indices.device
 
     def moved(array: Int64s) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
     return _Block(
-        shape=(len(chosen), n, a),
-        tokens=None if whole else moved((queries[chosen][:, None] + new).ravel()),
-        slots=indices.index_select(0, moved((attended[chosen][:, None] + at).ravel())).long(),
+        shape=(len(sizes), n, a),
+        tokens=None if whole and not padded else moved((first[:, None] + new).ravel()),
+        slots=indices.index_select(0, moved((first_attended[:, None] + at).ravel())).long(),
         places=places.to(device),
         unpadded=moved(np.flatnonzero(np.arange(n) < sizes[:, None])) if padded else None,
-        triangular=bool((sizes == n).all() and (lengths == n).all()),
+        triangular=a == n and not padded and bool((lengths == n).all()),
         masks={},
         heads={},
     )
