@@ -40,12 +40,16 @@ def choose(backend: Backend, device: torch.device) -> ChosenBackend:
     return backend
 
 
+def runs_kernels(device: torch.device) -> bool:
+    """Tells whether Triton's kernels run on a device: on CUDA, and on a CPU in a process that interprets them."""
+    return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "").lower() in _ON)
+
+
 def check_triton(device: torch.device) -> None:
     """Raises ValueError where our kernels cannot run: without Triton, or on a CPU without its interpreter."""
     if importlib.util.find_spec("triton") is None:
         raise ValueError("`sampler.backend: triton` needs the package triton. Given: not installed.")
-    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in _ON
-    if device.type != "cuda" and not (device.type == "cpu" and interpreted):
+    if not runs_kernels(device):
         raise ValueError(
             f"`sampler.backend: triton` needs device cuda (or cpu under TRITON_INTERPRET=1). Given: {device.type}."
         )

@@ -7,13 +7,12 @@ computes norm and rotation, and the step attends as usual.
 Shape legend: T packed tokens, H query heads, G key/value heads, D query/key dim, E value dim.
 """
 
-import os
-
 import torch
 
 from engine.attention.flashinfer_backend import PagedStep
 from engine.attention.interface import AttentionCall, OtherFields, current_step
 from engine.utils.torch_ops import operation
+from gpu_sampler.backend import runs_kernels
 
 
 def _output_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
@@ -53,7 +52,7 @@ def _attend_qk_norm_rope(
         (1, T, H, E).
     """
     step, call = current_step(), AttentionCall(q[0], k[0], v[0], *others)
-    if isinstance(step, PagedStep) and (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+    if isinstance(step, PagedStep) and runs_kernels(q.device):
         from engine.kernels.qk_norm_rope import Rotation, fits  # Triton is no part of a CPU's installation
 
         if fits(*call[:4]):

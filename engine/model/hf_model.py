@@ -6,7 +6,6 @@ model. Everything that exists for speed is behind a switch of `EngineConfig`: `c
 `onednn_linear`, `trace_base`.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +61,7 @@ from engine.model.packing_check import PackingCheck, compare_bits, find_head, se
 from engine.model.startup_progress import StartupProgress, silent, timed
 from engine.model.weights_digest import weights_digest
 from engine.requests import Int32s
+from gpu_sampler.backend import runs_kernels
 from gpu_sampler.logprobs import head_logprob
 from gpu_sampler.reference.lm_head_logprob import Rounding
 
@@ -503,7 +503,7 @@ def _attention_backend_for(device: torch.device, dtype: torch.dtype) -> Attentio
 
 def _invariant_backend(device: torch.device, max_model_len: int) -> AttentionBackend:
     """Raises ValueError on a CPU, unless Triton's interpreter runs there."""
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if not runs_kernels(device):
         raise ValueError("`engine.numerics` must be fast on a CPU. Given: invariant.")
     from engine.attention.invariant_backend import InvariantAttention
 
