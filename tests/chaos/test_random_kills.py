@@ -168,7 +168,7 @@ async def until_whole(fast: Fast) -> None:
 def _is_whole(fast: Fast) -> bool:
     try:
         return fast._all_listen() and fast.up() and routed(fast) == INGRESSES
-    except OSError:  # HAProxy changes over to another process
+    except (OSError, IndexError):  # HAProxy changes over to another process, or its configuration is being written
         return False
 
 
