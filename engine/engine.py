@@ -431,13 +431,11 @@ class RunningRequest:
     def cancel(self) -> None:
         """Ends the request. Does nothing once it has ended."""
         if (state := self._state) is not None:
-            self._state, self._deliver = None, _drop  # both lead here: a cycle would wait for the garbage collector
+            self._state = None
+            del self._deliver  # both lead here: a cycle would wait for the garbage collector
             self._leave(state)
             if self._ended is not None:
                 self._ended()
-
-
-def _drop(result: object) -> None: ...
 
 
 def _queue_of(state: GenerationState | ScoringState) -> ResultQueue:
