@@ -142,8 +142,9 @@ class Fleet:
         running = {name: one.replica_states for name, one in found.deployments.items()}
         if running != {"Ingress": {"RUNNING": self.ingresses}, REPLICA: {"RUNNING": self.count}}:
             return False
-        self.urls = self._addresses()
-        return all(map(self._sees_all, self.urls))
+        proxy, own = (f"http://{local_serve.LOOPBACK}:{self.port}",), self._own_addresses()
+        self.urls = own if self.direct and own else proxy
+        return all(map(self._sees_all, own or proxy))
 
     def _status(self) -> Any:
         from ray import serve
@@ -152,11 +153,10 @@ class Fleet:
             return serve.status().applications.get(APP)
         return None
 
-    def _addresses(self) -> tuple[str, ...]:
-        """Returns the addresses of all ingresses that listen, else that of the proxy in front of them."""
-        ports = {one.port for one in listeners(os.getpid()) if one.port in DIRECT} if self.direct else set()
-        found = sorted(ports) if len(ports) == self.ingresses else [self.port]
-        return tuple(f"http://{local_serve.LOOPBACK}:{port}" for port in found)
+    def _own_addresses(self) -> tuple[str, ...]:
+        """Returns the addresses at which the ingresses themselves listen, in fast mode; none until all do."""
+        ports = sorted({one.port for one in listeners(os.getpid()) if one.port in DIRECT}) if self.fast else []
+        return tuple(f"http://{local_serve.LOOPBACK}:{port}" for port in ports if len(ports) == self.ingresses)
 
     def _sees_all(self, url: str) -> bool:
         try:
