@@ -222,34 +222,34 @@ class FairQueue(Generic[R]):
 
     def add(self, request: R) -> None:
         """Adds a request. One that is there stays where it is."""
-        group = self._classes.get(request.priority)
+        group = self._classes.get(request.queue_priority)
         if group is None:
-            group = self._classes[request.priority] = _PriorityClass()
+            group = self._classes[request.queue_priority] = _PriorityClass()
         group.flow(request.tenant).add(request)
-        if (turn := (request.priority, request.arrival)) not in self._requests:
+        if (turn := (request.queue_priority, request.arrival)) not in self._requests:
             self._requests.add(turn)
             self._note(request)
 
     def _note(self, request: R) -> None:
         """Notes the arrival. Requests that have left are swept out once they are the majority."""
-        heapq.heappush(self._order, (request.priority, request.arrival, request))
+        heapq.heappush(self._order, (request.queue_priority, request.arrival, request))
         if len(self._order) > 2 * len(self._requests) + MAX_STALE:
             self._order = [entry for entry in self._order if entry[:2] in self._requests]
             heapq.heapify(self._order)
 
     def remove(self, request: R) -> None:
         """Removes a request. Nothing happens for one that is not there."""
-        turn = (request.priority, request.arrival)
+        turn = (request.queue_priority, request.arrival)
         if turn not in self._requests:
             return
         self._requests.remove(turn)
-        group = self._classes[request.priority]
+        group = self._classes[request.queue_priority]
         flow = group.flows[request.tenant]
         flow.remove(request.arrival)
         if not flow.requests:
             group.remove(request.tenant)
         if not group.flows:
-            del self._classes[request.priority]
+            del self._classes[request.queue_priority]
 
     def serve(self, budget: int, give: Callable[[R, int, int], int]) -> int:
         """Shares out the tokens of one step.
@@ -307,7 +307,7 @@ class FairQueue(Generic[R]):
 
     def charge(self, request: R, tokens: int) -> None:
         """Charges a tenant tokens beside those of its turns. Nothing happens for a request that is not there."""
-        group = self._classes.get(request.priority)
+        group = self._classes.get(request.queue_priority)
         flow = None if group is None else group.flows.get(request.tenant)
         if flow is not None:
             flow.deficit -= tokens

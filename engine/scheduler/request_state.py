@@ -46,6 +46,8 @@ NO_TOKENS = np.empty(0, np.int32)
 LogprobColumns = tuple[Float32s | None, Int32s | None, Int32s | None, Float32s | None, Float32s | None]
 Array = npt.NDArray[Any]
 BLOCK = 64  # tokens
+PRIORITIES = 1 << 33  # more than there are
+MAX_AHEAD = 32_768  # tokens of an isolated request that goes before all others: the next suspect waits for its end
 
 
 class Phase(Enum):
@@ -81,6 +83,7 @@ class RequestState:
     queued: int  # tokens still to be computed before it runs, counted in the engine's queue
     tenant: str = field(init=False)
     priority: int = field(init=False)
+    queue_priority: int = field(init=False)  # by which it waits; lower is earlier. A small isolated request is first
     isolated: bool = field(init=False)  # shares no step; a generation may cease to be so
     started: float | None = None  # launch of its first step
     closed: bool = False
@@ -88,6 +91,8 @@ class RequestState:
     def __post_init__(self) -> None:
         request = self.request
         self.tenant, self.priority, self.isolated = request.tenant, request.priority, request.isolated
+        ahead = self.isolated and self.queued <= MAX_AHEAD
+        self.queue_priority = self.priority - PRIORITIES * ahead
 
     def queue_s(self, now: float) -> float:
         """Returns the seconds from submission to the first step."""

@@ -20,6 +20,7 @@ from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import ParamError
 from gpu_sampler.state.host_state import OverlayFull
 
+ISOLATED_TURNS = 8  # steps of isolated requests for one of the others
 GROWTH = 16  # pool slots that a running sequence takes together when it can
 
 
@@ -44,6 +45,7 @@ class RunningBatch:
         self._rows: DecodeRows | None = None  # kept from step to step while the rows stay the same
         self._any_isolated = False
         self._turn = 0
+        self._isolated_turns = 0  # since the others had theirs
         self._turns = 0  # of rows, in decode steps that held a part of them
 
     # Which rows decode.
@@ -52,12 +54,22 @@ class RunningBatch:
         """Adds a sequence to the rows that decode."""
         self.decoding[sequence.slot] = sequence
         self._rows = None
+        self._any_isolated = self._any_isolated or sequence.parent.isolated
 
     def discard(self, sequence: SequenceState) -> None:
         """Takes a sequence out of all further steps. Nothing happens to one that is in none."""
         if self.decoding.pop(sequence.slot, None) is not None:
             self._rows = None
         self.prefilling.discard(sequence)
+
+    @property
+    def isolated_first(self) -> bool:
+        """Whether a step of an isolated request comes before everything.
+
+        A replica runs one suspect at a time, and all that lost their replica with it wait for that place. A suspect has
+        few tokens to come and short steps, while a step of the others may be long.
+        """
+        return self._any_isolated and self._isolated_turns < ISOLATED_TURNS
 
     def next_rows(self, max_rows: int | None = None) -> DecodeRows:
         """Returns the rows that share the next step: those of one isolated request, or all the others.
@@ -92,15 +104,16 @@ class RunningBatch:
     def _next_group(self, every: DecodeRows) -> DecodeRows:
         """Lets isolated requests and the others take turns. A request may have ceased to be isolated meanwhile."""
         rows = self.decoding.values()
-        groups: list[int | None] = list(dict.fromkeys(id(row.parent) for row in rows if row.parent.isolated))
-        if not groups:
+        alone = list(dict.fromkeys(id(row.parent) for row in rows if row.parent.isolated))
+        if not alone:
             self._any_isolated = False
             return every
-        if any(not row.parent.isolated for row in rows):
-            groups.append(None)
-        self._turn = (self._turn + 1) % len(groups)
-        chosen = groups[self._turn]
-        return _rows_of(row for row in rows if (id(row.parent) if row.parent.isolated else None) == chosen)
+        self._isolated_turns = (self._isolated_turns + 1) % (ISOLATED_TURNS + 1)
+        others = [row for row in rows if not row.parent.isolated]
+        if others and not self._isolated_turns:
+            return _rows_of(others)
+        self._turn = (self._turn + 1) % len(alone)
+        return _rows_of(row for row in rows if row.parent.isolated and id(row.parent) == alone[self._turn])
 
     # Slots that sequences take and return.
 

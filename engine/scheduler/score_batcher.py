@@ -336,4 +336,4 @@ class ScoreBatcher:
 
 def rank(state: RequestState) -> Rank:
     """Returns the place of a request in a strict order: the first is never thrown out and never overtaken."""
-    return state.priority, state.arrival
+    return state.queue_priority, state.arrival

@@ -24,7 +24,7 @@ class Job:
     queued: int
     grain: int = 1
     tenant: int = 0
-    priority: int = 0
+    queue_priority: int = 0
     used: int = 0
 
     def take(self, allowance: int, left: int) -> int:
@@ -266,7 +266,7 @@ def test_what_is_left_of_a_job_is_forgotten_with_its_tenant() -> None:
 
 class _Queued:
     def __init__(self, arrival: int, priority: int, tenant: int) -> None:
-        self.arrival, self.priority, self.tenant, self.queued = arrival, priority, tenant, arrival % 3
+        self.arrival, self.queue_priority, self.tenant, self.queued = arrival, priority, tenant, arrival % 3
 
 
 @given(
@@ -282,7 +282,7 @@ def test_the_first_of_a_queue_is_of_the_first_class_and_came_first(
     queue: Any = FairQueue(QUANTUM)
     for at, comes in moves:
         (queue.add if comes else queue.remove)(jobs[at])
-        there = sorted(queue, key=lambda job: (job.priority, job.arrival))
+        there = sorted(queue, key=lambda job: (job.queue_priority, job.arrival))
         assert len({id(job) for job in there}) == len(there)
         if there:
             assert queue.first() is there[0]

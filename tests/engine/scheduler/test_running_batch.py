@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.kv_cache.manager import KVCacheManager
 from engine.scheduler.request_state import RequestTable, SequenceState
-from engine.scheduler.running_batch import RunningBatch
+from engine.scheduler.running_batch import ISOLATED_TURNS, RunningBatch
 from gpu_sampler.sampler import Sampler
 
 
@@ -53,10 +53,15 @@ def test_an_isolated_request_takes_turns_with_the_others_until_it_is_isolated_no
     alone = _row(2, isolated=True)
     for row in (_row(1), alone, _row(3)):
         batch.start_decoding(row)
-    turns = [batch.next_rows().slots.tolist() for _ in range(4)]
-    assert sorted(turns[:2]) == sorted(turns[2:]) == [[1, 3], [2]]
+    turns = list[list[int]]()
+    for _ in range(2 * (ISOLATED_TURNS + 1)):
+        first = batch.isolated_first
+        turns.append(batch.next_rows().slots.tolist())
+        assert first is (turns[-1] == [2])
+    assert turns == 2 * ([[2]] * ISOLATED_TURNS + [[1, 3]])
     alone.parent.isolated = False
     assert [batch.next_rows().slots.tolist() for _ in range(2)] == [[1, 2, 3]] * 2
+    assert not batch.isolated_first
 
 
 def test_a_part_of_the_rows_holds_those_of_a_small_tenant_and_the_others_in_turn() -> None:
@@ -84,4 +89,4 @@ def test_an_isolated_request_is_not_cut() -> None:
     alone[1].parent = alone[0].parent
     for row in alone:
         batch.start_decoding(row)
-    assert [2, 3] in [batch.next_rows(1).slots.tolist() for _ in range(2)]
+    assert batch.next_rows(1).slots.tolist() == [2, 3]

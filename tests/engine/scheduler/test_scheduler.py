@@ -11,7 +11,9 @@ import pytest
 from engine.batch.input_batch import StepKind
 from engine.requests import GenerateRequest, ScoreRequest
 from engine.scheduler import policy as policy_module
+from engine.scheduler import request_state
 from engine.scheduler.policy import WEIGHTS
+from engine.scheduler.running_batch import RunningBatch
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreRequest]
@@ -147,6 +149,38 @@ async def test_steps_of_one_kind_only_and_solo_jobs_share_none(
         assert len(works) == 1 or not any(work.isolated for work in works)
 
 
+@pytest.mark.parametrize("planted", [False, True])
+async def test_a_suspect_is_soon_isolated_no_more(
+    make_rig: MakeRig, generate_job: MakeJob, planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside eight streams and long prompts. Planted: its steps are planned like those of the others."""
+    if planted:
+        monkeypatch.setattr(RunningBatch, "isolated_first", False)
+    clock, seen = FakeClock(), list[bool]()  # whether a step was the suspect's
+    rig = make_rig(
+        clock=clock, max_model_len=2_000, num_slots=20_000, token_budget=128,
+        before_step=lambda step: seen.append(step.isolated),
+    )  # fmt: skip
+    clock.attach(rig)
+    others = [asyncio.create_task(rig.run(generate_job([n, 1, 2], max_tokens=1_000))) for n in range(8)]
+    while rig.model.steps < 20:
+        await asyncio.sleep(0)
+    others += [asyncio.create_task(rig.run(generate_job([n] * 1_500, max_tokens=1))) for n in range(20, 28)]
+    while rig.model.steps < 40:
+        await asyncio.sleep(0)
+    before = len(seen)
+    await rig.run(generate_job([9] * 1_600, max_tokens=9, isolated=True, isolated_tokens=8))
+    for other in others:
+        other.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    begun, ended = seen.index(True), len(seen) - seen[::-1].index(True)
+    print(
+        f"{begun - before} steps of others before a suspect's first, {seen[begun:ended].count(False)} between its steps"
+    )
+    assert begun - before <= 4
+    assert (seen[begun:ended].count(False) > 8) is planted
+
+
 def names(step: Any) -> list[str]:
     return [state.request.request_id for state in step.requests()]
 
@@ -157,6 +191,19 @@ async def test_a_lower_priority_number_is_served_first(make_rig: MakeRig, score_
     requests = [score_job([], [[n, 1, 2, 3, 4, 5, 6]], priority=3 - n) for n in range(4)]
     await rig.score_queued(requests)
     assert list(dict.fromkeys(order)) == [request.request_id for request in reversed(requests)]
+
+
+@pytest.mark.parametrize("most", [7, 6])
+async def test_a_small_suspect_goes_before_all_and_a_large_one_does_not(
+    make_rig: MakeRig, score_job: MakeScore, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_state, "MAX_AHEAD", most)
+    order: list[str] = []
+    rig = make_rig(token_budget=8, start=False, before_step=lambda step: order.extend(names(step)))
+    requests = [score_job([], [[n, 1, 2, 3, 4, 5, 6]], priority=-n, isolated=n == 0) for n in range(4)]
+    await rig.score_queued(requests)
+    served = [request.request_id for request in reversed(requests)]
+    assert list(dict.fromkeys(order)) == (served if most < 7 else [served[-1], *served[:-1]])
 
 
 async def test_the_least_important_then_youngest_row_is_preempted(make_rig: MakeRig, generate_job: MakeJob) -> None:
