@@ -179,7 +179,7 @@ class Scheduler:
         kinds = self.policy.order(
             [kind for kind, waiting in work.items() if waiting], now, prompts_yield=self._prompts_yield()
         )
-        if self.running.isolated_first:
+        if StepKind.DECODE in kinds and self.running.isolated_first:
             kinds.sort(key=lambda kind: kind is not StepKind.DECODE)
         for kind in kinds:
             step = self._plan_kind(kind)
