@@ -46,8 +46,8 @@ NO_TOKENS = np.empty(0, np.int32)
 LogprobColumns = tuple[Float32s | None, Int32s | None, Int32s | None, Float32s | None, Float32s | None]
 Array = npt.NDArray[Any]
 BLOCK = 64  # tokens
-PRIORITIES = 1 << 33  # more than there are
-MAX_AHEAD = 32_768  # tokens of an isolated request that goes before all others: the next suspect waits for its end
+PRIORITIES = 1 << 33  # more than a request can have
+MAX_AHEAD = 32_768  # tokens: a small isolated request goes before all others, since other suspects wait for its end
 
 
 class Phase(Enum):

@@ -64,7 +64,7 @@ class RunningBatch:
 
     @property
     def isolated_first(self) -> bool:
-        """Whether a step of an isolated request comes before everything.
+        """Tells whether a step of an isolated request comes before everything.
 
         A replica runs one suspect at a time, and all that lost their replica with it wait for that place. A suspect has
         few tokens to come and short steps, while a step of the others may be long.
