@@ -23,6 +23,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.malloc import LARGE_BYTES, TrimAfterLarge, give_back_memory
+from deployments.one_write import OneWrite
 
 SCOPE_ID = "assay.request_id"
 """The key under which the scope carries the id. A client cannot set it, while it could set any header."""
@@ -131,7 +132,8 @@ class FairTurns:
 class ProxyMiddleware:
     """Takes headers off a request that Serve must not read, and gives it the id that answer, body and logs show.
 
-    A client of HTTP/1.0 gets streams in one piece.
+    The head of an answer and the first part of its body go out in one write. A client of HTTP/1.0 gets streams in one
+    piece.
     """
 
     def __init__(self, app: ASGIApp, watched: bool = True) -> None:
@@ -150,6 +152,8 @@ class ProxyMiddleware:
         headers, client_id = readable(scope["headers"])
         headers += (REQUEST_ID, request_id.encode("ascii")), *self._added  # Serve logs the id, and answers with it
 
+        if scope["type"] == "http":
+            send = OneWrite(send)
         if scope.get("http_version") == "1.0":
             send = WholeAnswer(send)
         if client_id is not None:
