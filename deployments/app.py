@@ -58,12 +58,25 @@ SWITCH_S = 5e-4  # until an event loop that wakes has the interpreter beside a t
 FULL = BackpressureConfig(status_code=429, retry_after_s=1)
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 log = logging.getLogger("assay.http")
+LOGGERS = ("assay", "engine", "gpu_sampler", "scoring")
+
+
+def log_with_serve() -> None:
+    """Sends what our own loggers are given to the log of this process, in the form that `logging_config` names.
+
+    Python gives them to no file, drops their INFO, and writes the rest to the standard error.
+    """
+    for name in LOGGERS:
+        ours = logging.getLogger(name)
+        ours.parent = logging.getLogger("ray.serve")
+        ours.setLevel(logging.NOTSET)  # forgets what each logger has found of its former parents' levels
 
 
 class Replica(ReplicaServer):
     """Runs a `ReplicaServer` as a Serve deployment."""
 
     async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc]  # Serve awaits constructors
+        log_with_serve()
         context = serve.get_replica_context()
         replica = context.replica_id.unique_id
         peers = WeightsPeers(context.app_name, replica) if _has_peers(args) else None
@@ -82,6 +95,7 @@ class Ingress:
     """Serves the HTTP API and dispatches requests to replicas. Holds no queue."""
 
     async def __init__(self, args: AppArgs, replica: DeploymentHandle) -> None:  # type: ignore[misc]
+        log_with_serve()
         give_back_memory()
         context = serve.get_replica_context()
         self._args = args

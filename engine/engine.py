@@ -15,7 +15,6 @@ from engine.core import EngineCore, LoopOptions
 from engine.metrics import EngineStats
 from engine.model.heads.info import HeadInfo
 from engine.model.interface import CausalLM
-from engine.model.startup_progress import StartupProgress
 from engine.model_runner import make_sampler
 from engine.request_cost import request_cost
 from engine.request_validation import RequestLimits, check_generate, check_likelihood, check_pooling, check_score
@@ -46,6 +45,7 @@ from engine.scheduler.request_state import (
 )
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingLimits
+from gpu_sampler.startup_progress import StartupProgress
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from engine.config import EngineConfig
 from engine.metrics import Stopwatch
 from engine.model.interface import CausalLM
 from engine.model.lm_head import LogprobQuery, RowLogprobs, TargetsToHost, ToHost
-from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s
 from engine.scheduler.request_state import LabelScoreState, LikelihoodState, PoolingState, RequestTable
 from engine.scheduler.scheduler import Step, decode_sequences
@@ -19,6 +18,7 @@ from engine.warmup.background_compile import background_compile_for
 from gpu_sampler.logprobs import chosen_logprobs, label_logprobs
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingLimits
+from gpu_sampler.startup_progress import StartupProgress
 
 
 class ModelRunner:
@@ -47,7 +47,7 @@ class ModelRunner:
             speculation = self._config.speculation
             self._sampler.warm_up(
                 self._config.max_running,
-                lambda line: progress(line, 0.0),
+                progress,
                 drafts=0 if self.proposer is None else speculation.num_speculative_tokens,
                 rules=speculation.rules,
                 dtype=self.model.dtype,

@@ -9,7 +9,6 @@ Shape legend: R rows of the step, P of them FlashInfer's, V vocabulary.
 """
 
 import secrets
-from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from gpu_sampler.backend import check_installed
 from gpu_sampler.kernels.temperature import apply_temperature
 from gpu_sampler.output import Elsewhere, RowFlag, SampleOutput
 from gpu_sampler.sampling_params import INVALID_TOKEN, SamplingParams
+from gpu_sampler.startup_progress import StartupProgress, timed
 from gpu_sampler.state.device_state import DeviceState
 from gpu_sampler.state.host_state import SamplingState, SlotFlag
 
@@ -98,8 +98,8 @@ class FlashInferSampler:
         self._offset += _NUMBERS_A_CALL
         return tokens_R  # type: ignore[no-any-return]
 
-    def warm_up(self, progress: Callable[[str], None]) -> None:
-        """Draws by both paths once, with a line of `progress` before each.
+    def warm_up(self, progress: StartupProgress) -> None:
+        """Draws by both paths once.
 
         At first use on a machine FlashInfer compiles its modules, which takes minutes.
         """
@@ -107,9 +107,9 @@ class FlashInferSampler:
         top_k_R = torch.full((2,), 2, dtype=torch.int32, device=self.device)
         top_p_R = torch.full((2,), 0.5, device=self.device)
         for top_k, path in ((top_k_R, "top-k and top-p"), (None, "top-p")):
-            progress(f"FlashInfer {self.version}: {path} (compiled at first use)")
-            self.sample(z_RV, top_k, top_p_R)
-            torch.cuda.synchronize(self.device)
+            with timed(f"FlashInfer {self.version}: {path}", progress):
+                self.sample(z_RV, top_k, top_p_R)
+                torch.cuda.synchronize(self.device)
 
     def _check(self, z_RV: torch.Tensor, top_k_R: torch.Tensor | None, top_p_R: torch.Tensor) -> None:
         if z_RV.ndim != 2 or z_RV.dtype != torch.float32 or not z_RV.is_contiguous():

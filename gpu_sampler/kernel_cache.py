@@ -123,15 +123,26 @@ def _driver(stand_in: _NoDevice) -> Iterator[None]:
 
 def compile_variant(variant: Variant, capability: int) -> bool:
     """Compiles a variant; returns whether the cache lacked it. Raises what the compiler raises."""
-    compiled = []
+    with compiled_inside() as compiled, _driver(_NoDevice(capability)):
+        getattr(importlib.import_module(variant.module), variant.kernel).preload(variant.specialization)
+    return bool(compiled)
+
+
+@contextmanager
+def compiled_inside() -> Iterator[list[str]]:
+    """Collects the names of the kernels that are compiled inside, because the cache on disk lacks them."""
+    names: list[str] = []
+
+    def note(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            names.append(src.name)
+
     knobs, before = triton.knobs.compilation, triton.knobs.compilation.listener
-    knobs.listener = lambda *, cache_hit, **_: compiled.append(not cache_hit)
+    knobs.listener = note
     try:
-        with _driver(_NoDevice(capability)):
-            getattr(importlib.import_module(variant.module), variant.kernel).preload(variant.specialization)
+        yield names
     finally:
         knobs.listener = before
-    return any(compiled)
 
 
 class Compiled(NamedTuple):

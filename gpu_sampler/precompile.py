@@ -14,6 +14,7 @@ from gpu_sampler.kernels.lm_head_logprob import head_logprob
 from gpu_sampler.kernels.rejection_sample import FEW_REQUESTS
 from gpu_sampler.reference.lm_head_logprob import Rounding
 from gpu_sampler.spec_decode import DEFAULT_RULES, VerifyRules
+from gpu_sampler.startup_progress import silent
 from gpu_sampler.state.host_state import SamplingState
 from gpu_sampler.triton_sampler import TritonSampler
 
@@ -53,18 +54,14 @@ def variants_of(served: Served, capability: int) -> list[Variant]:
             num_slots=served.num_slots, vocab_size=served.vocab_size, overlay_entries=served.overlay_entries
         )
         sampler = TritonSampler(state, device, processed=served.processed)
-        sampler.warm_up(_ROWS, served.dtype, _silent)
+        sampler.warm_up(_ROWS, served.dtype, silent)
         if served.drafts:
             requests = min(served.num_slots - 1, FEW_REQUESTS + 1)  # many, where there may be
-            sampler.warm_up_verify(requests, served.dtype, served.drafts, served.rules, _silent, dense=False)
+            sampler.warm_up_verify(requests, served.dtype, served.drafts, served.rules, silent, dense=False)
         _report(served)
         if served.head is not None:
             _ask_head(served, served.head)
     return found
-
-
-def _silent(line: str) -> None:
-    """Drops a line of progress."""
 
 
 def _report(served: Served) -> None:

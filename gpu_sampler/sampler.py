@@ -12,8 +12,9 @@ never its batch-mates.
 Shape legend: R rows, B requests, K draft steps, V vocabulary.
 """
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -27,11 +28,13 @@ from gpu_sampler.reference import sample as reference
 from gpu_sampler.reference.token_counts import update_token_counts
 from gpu_sampler.sampling_params import SamplingLimits, SamplingParams
 from gpu_sampler.spec_decode import DEFAULT_RULES, MAX_DRAFTS, Draft, DraftMethod, Proposal, VerifyRules, check_proposal
+from gpu_sampler.startup_progress import StartupProgress
 from gpu_sampler.state.host_state import Ids, SamplingState, SlotFlag
 
 if TYPE_CHECKING:
     from gpu_sampler.triton_sampler import TritonSampler
 
+log = logging.getLogger(__name__)
 Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 BRANCHES: Final = ("greedy", "plain", "candidates", "nucleus", "flashinfer")
@@ -125,7 +128,7 @@ class Sampler:
     def warm_up(
         self,
         rows: int,
-        progress: Callable[[str], None],
+        progress: StartupProgress,
         *,
         drafts: int = 0,
         rules: VerifyRules = DEFAULT_RULES,
@@ -136,16 +139,23 @@ class Sampler:
 
         Args:
             rows: the largest number of rows of a step.
-            progress: receives a line for each part.
+            progress: is given each part as it is done.
             drafts: drafts a row of verify steps; 0 without speculation.
             rules: the rules of verify steps.
             dense: some proposals will be dense.
             dtype: the type of the logits.
         """
-        if self._triton is not None:
+        if self._triton is None:
+            return
+        from gpu_sampler.kernel_cache import compiled_inside  # needs Triton
+
+        with compiled_inside() as late:
             self._triton.warm_up(rows, dtype, progress)
             if drafts:
                 self._triton.warm_up_verify(rows, dtype, drafts, rules, progress, dense=dense)
+        if late:
+            names = ", ".join(f"{name} ({count})" for name, count in Counter(late).items())
+            log.warning("Triton's cache lacked %d kernels, which were compiled one by one: %s.", len(late), names)
 
     def plan_rows(self, slots: Slots) -> LaunchPlan:
         """Returns the branch of each row and the launches of the step, from the host's mirror of the state alone."""

@@ -23,7 +23,7 @@ capture the step.
 Shape legend: R rows, B requests, K draft steps, R = B (K + 1) in a verify step, V vocabulary, S slots.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import IntFlag
 from functools import reduce
 from operator import or_
@@ -51,6 +51,7 @@ from gpu_sampler.reference.filters import CANDIDATES
 from gpu_sampler.reference.sample import branch
 from gpu_sampler.sampling_params import INVALID_TOKEN
 from gpu_sampler.spec_decode import DRAFT_METHODS, MAX_DRAFTS, PROPOSAL_IDS, Draft, DraftMethod, Proposal, VerifyRules
+from gpu_sampler.startup_progress import StartupProgress, timed
 from gpu_sampler.state.device_state import DeviceState, SlotState, VerifyState
 from gpu_sampler.state.host_state import SamplingState, SlotFlag
 from gpu_sampler.workspace import LogitRows, Workspace
@@ -241,7 +242,7 @@ class TritonSampler:
         """Copies staged changes to the device, in stream order; does nothing where nothing is staged."""
         self.device_state.apply()
 
-    def warm_up(self, rows: int, dtype: torch.dtype, progress: Callable[[str], None]) -> None:
+    def warm_up(self, rows: int, dtype: torch.dtype, progress: StartupProgress) -> None:
         """Launches every kernel once on a few rows of logits of `dtype`, and takes the memory of `rows`."""
         self.reserve(rows)
         self.device_state.warm_up()
@@ -251,8 +252,8 @@ class TritonSampler:
         slots_R = torch.zeros(2, dtype=torch.int32, device=self._device)
         for plan in warm_up_plans(LaunchFlags(0), LISTED, WITH_OVERLAY, WITH_MASK):
             reported = "" if plan.n_top is None else ", with log-probabilities"
-            progress(f"sampler: {', '.join(plan.kernels)}{reported}")
-            self.launch(logits, slots_R, plan)
+            with timed(f"sampler: {', '.join(plan.kernels)}{reported}", progress):
+                self.launch(logits, slots_R, plan)
 
     def warm_up_verify(
         self,
@@ -260,7 +261,7 @@ class TritonSampler:
         dtype: torch.dtype,
         drafts: int,
         rules: VerifyRules,
-        progress: Callable[[str], None],
+        progress: StartupProgress,
         *,
         dense: bool,
     ) -> None:
@@ -276,13 +277,13 @@ class TritonSampler:
         ids = torch.full((few, drafts), INVALID_TOKEN, dtype=torch.int32, device=device)
         proposal = Proposal(ids, self._ones.new_zeros(few), q_ids, torch.zeros(q_ids.shape, device=device), q_logits)
         for plan in plans:
-            progress(f"sampler: verify, {', '.join(plan.kernels)}")
-            for crowded in {False, requests > FEW_REQUESTS}:
-                self._verify(logits, slots_B, proposal, rules, plan, crowded)
+            with timed(f"sampler: verify, {', '.join(plan.kernels)}", progress):
+                for crowded in {False, requests > FEW_REQUESTS}:
+                    self._verify(logits, slots_B, proposal, rules, plan, crowded)
         for plan in (plan for plan in plans if plan.n_top is None):
             for method in DRAFT_METHODS:
-                progress(f"sampler: draft, {method}, {', '.join(plan.kernels)}")
-                self._draft(logits[:few], slots_B, 0, method, rules, plan)
+                with timed(f"sampler: draft, {method}, {', '.join(plan.kernels)}", progress):
+                    self._draft(logits[:few], slots_B, 0, method, rules, plan)
 
     def reserve(self, rows: int) -> Workspace:
         """Returns the workspace, grown to hold `rows`."""

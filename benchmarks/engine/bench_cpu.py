@@ -28,10 +28,10 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.checkpoint import BUILTIN
 from engine.model.hf_model import HFModel
-from engine.model.startup_progress import silent
 from engine.requests import GenerateRequest, Int32s, ScoreRequest
 from engine.utils.cpu import run_apart
 from gpu_sampler.sampling_params import SamplingParams
+from gpu_sampler.startup_progress import silent
 
 STREAMS, PROMPT, NEW = 16, 64, 96  # sequences, and tokens of each
 PREFIX, ITEMS = 256, 256  # tokens of the prefix, items

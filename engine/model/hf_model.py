@@ -58,12 +58,12 @@ from engine.model.optimize.onednn_linear import OneDnnLinear, linear, use_onednn
 from engine.model.optimize.skinny_linear import skinny_step, use_skinny_linears
 from engine.model.optimize.traced_base import TracedBase, trace_base
 from engine.model.packing_check import PackingCheck, compare_bits, find_head, sequences_of
-from engine.model.startup_progress import StartupProgress, silent, timed
 from engine.model.weights_digest import weights_digest
 from engine.requests import Int32s
 from gpu_sampler.backend import runs_kernels
 from gpu_sampler.logprobs import head_logprob
 from gpu_sampler.reference.lm_head_logprob import Rounding
+from gpu_sampler.startup_progress import StartupProgress, silent, timed
 
 ROUNDED_TO: dict[torch.dtype, Rounding] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 CHECKED_TOKENS = 600  # of served steps whose bits are compared: more than one part of attention, and library products

@@ -10,8 +10,8 @@ from engine.metrics import Stopwatch
 from engine.model.cuda_graphs.decode import DecodeGraphs
 from engine.model.heads.info import HeadInfo
 from engine.model.lm_head import HeadSpec, LogprobQuery, RowLogprobs
-from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s
+from gpu_sampler.startup_progress import StartupProgress
 
 
 class CausalLM(Protocol):

@@ -25,7 +25,7 @@ from engine.model.heads.info import HeadKind
 from engine.model.heads.make_head import make_head
 from engine.model.hf_model import HFModel, allocate_kv_storage
 from engine.model.interface import CausalLM
-from engine.model.startup_progress import StartupProgress, silent, timed
+from gpu_sampler.startup_progress import StartupProgress, silent, timed
 
 BUILTIN_DRAFT = BUILTIN.parent / "draft"
 

@@ -14,7 +14,6 @@ import torch
 from engine.batch.input_batch import StepKind, StepSequences
 from engine.config import SpeculationConfig
 from engine.model.interface import CausalLM
-from engine.model.startup_progress import StartupProgress
 from engine.requests import Int64s
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_graphs import DraftGraphs, row_counts
@@ -22,6 +21,7 @@ from engine.spec_decode.draft_state import DraftState, as_tensor
 from engine.spec_decode.proposer import DraftRows
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.spec_decode import Proposal
+from gpu_sampler.startup_progress import StartupProgress
 
 log = logging.getLogger(__name__)
 ONE_ROW = np.zeros(1, np.int32)

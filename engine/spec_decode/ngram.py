@@ -5,12 +5,12 @@ import torch
 
 from engine.batch.input_batch import StepSequences
 from engine.config import SpeculationConfig
-from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s, Int64s
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_state import DraftState
 from engine.spec_decode.proposer import DraftRows
 from gpu_sampler.spec_decode import Proposal
+from gpu_sampler.startup_progress import StartupProgress
 
 
 def followers(tokens: Int32s, n: int, count: int) -> Int32s:

@@ -3,9 +3,9 @@
 from typing import NamedTuple, Protocol
 
 from engine.batch.input_batch import StepSequences
-from engine.model.startup_progress import StartupProgress
 from engine.requests import Int64s
 from gpu_sampler.spec_decode import Proposal
+from gpu_sampler.startup_progress import StartupProgress
 
 
 class DraftRows(NamedTuple):

@@ -20,8 +20,8 @@ import torch
 from engine.config import EngineConfig
 from engine.model.interface import CausalLM
 from engine.model.lm_head import HeadSpec
-from engine.model.startup_progress import StartupProgress
 from engine.utils.cpu import cores
+from gpu_sampler.startup_progress import StartupProgress
 
 log = logging.getLogger(__name__)
 

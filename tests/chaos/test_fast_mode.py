@@ -4,6 +4,7 @@ a killed HAProxy manager, and an end that leaves nothing behind."""
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -186,6 +187,17 @@ def test_bytes_beyond_ascii_in_a_header_fail_nothing_and_there_is_one_id(fast: F
     head, _, body = answer.partition(b"\r\n\r\n")
     ids = [line.split()[1].decode() for line in head.splitlines() if line.lower().startswith(b"x-request-id:")]
     assert head.split()[1] == b"404" and ids == [json.loads(body)["request_id"]]
+
+
+def test_the_logs_of_every_process_are_written_as_they_come(fast: Fast) -> None:
+    """A process that is killed leaves what it said."""
+    commands = [cmdline(pid).decode() for pid in descendants(fast.process.pid)]
+    session = next(found[1] for line in commands if (found := re.search(r"--session[-_]dir=([^\0]+)", line)))
+    folder = Path(session) / "logs" / "serve"
+    (replica,) = folder.glob("replica_*_Replica_*.log")
+    assert "Start-up: total took" in replica.read_text()
+    ingresses = list(folder.glob("replica_*_Ingress_*.log"))
+    assert len(ingresses) == INGRESSES and all("HTTP server" in one.read_text() for one in ingresses)
 
 
 def test_a_stream_comes_in_pieces_and_to_its_end(fast: Fast) -> None:

@@ -1,12 +1,14 @@
 """build: what must agree between the deployments does, and Ray hands the builder validated arguments."""
 
+import logging
+from functools import partial
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
-from deployments.app import build
+from deployments.app import LOGGERS, build, log_with_serve
 from deployments.config.app_args import AppArgs
 
 
@@ -53,3 +55,27 @@ def test_counts_and_resources_arrive() -> None:
     assert (ingress.num_replicas, replica.num_replicas) == (3, 2)
     assert ingress.ray_actor_options["num_cpus"] == 0.5
     assert replica.ray_actor_options["num_gpus"] == 1
+
+
+def test_what_our_loggers_say_is_in_serves_log(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    heard: list[str] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.name)
+
+    serves = logging.Logger("of Serve", logging.INFO)  # it stands in for "ray.serve", whose records go no further
+    serves.addHandler(Heard())
+    real = logging.getLogger
+    monkeypatch.setattr(logging, "getLogger", lambda name=None: serves if name == "ray.serve" else real(name))
+    for name in LOGGERS:
+        monkeypatch.setattr(real(name), "parent", real(name).parent)
+        request.addfinalizer(partial(real(name).setLevel, logging.NOTSET))  # no level of a former parent is remembered
+    names = ("assay.http", "engine.warmup.background_compile", "gpu_sampler.sampler", "scoring.prompts")
+    for name in names:
+        real(name).info("said")
+    assert not heard
+    log_with_serve()
+    for name in names:
+        real(name).info("said")
+    assert heard == list(names)

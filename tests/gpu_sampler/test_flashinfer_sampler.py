@@ -225,11 +225,13 @@ def test_arguments_of_another_kind_are_refused(recorder: Recorder) -> None:
     assert not recorder.calls
 
 
-def test_warm_up_takes_every_route_and_says_so_first(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_takes_every_route_and_reports_each(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     said: list[tuple[str, int]] = []
-    FlashInferSampler(torch.device("cpu"), seed=1).warm_up(lambda line: said.append((line, len(recorder.calls))))
-    assert [calls for _, calls in said] == [0, 1] and len(recorder.calls) == 2
+    FlashInferSampler(torch.device("cpu"), seed=1).warm_up(
+        lambda line, seconds: said.append((line, len(recorder.calls)))
+    )
+    assert [calls for _, calls in said] == [1, 2]
     assert all("0.6.14" in line for line, _ in said)
     assert [type(call["top_k"]) for call in recorder.calls] == [torch.Tensor, type(None)]
 

@@ -55,6 +55,17 @@ def launch_on_a_gpu(slots: int = 17) -> None:
         count(slots)
 
 
+def test_what_a_launch_had_to_compile_is_named(looked_up: list[bool]) -> None:
+    from gpu_sampler.kernel_cache import compiled_inside
+
+    with compiled_inside() as late:
+        launch_on_a_gpu()
+    assert late == [SMALL]
+    with compiled_inside() as late:
+        launch_on_a_gpu()
+    assert not late
+
+
 def test_kernel_compiled_ahead_is_found_by_its_launch(looked_up: list[bool]) -> None:
     from gpu_sampler.kernel_cache import compile_variant, dry_run
 

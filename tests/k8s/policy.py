@@ -14,6 +14,7 @@ OPERATORS = {8265}  # and 8000; of them, what KubeRay needs
 RAY_PODS = {"app": "assay"}
 ENVIRONMENT = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # else a log stays empty for its first thousand lines
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy_middleware.middlewares",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",

@@ -24,11 +24,11 @@ from engine.metrics import Stopwatch
 from engine.model.heads.info import HeadInfo
 from engine.model.lm_head import HeadSpec, LogprobQuery, RowLogprobs, logprobs_of_blocks
 from engine.model.loader import LoadedModels, UnsupportedDraft
-from engine.model.startup_progress import StartupProgress
 from engine.requests import Int32s
 from engine.tokenizer.control_tokens import ControlTokens
 from engine.tokenizer.tokenizer import Encoded, PairControls, Tokenizer, TokenizerInfo, bytes_text, check_count
 from engine.utils.cuda import DeviceLost
+from gpu_sampler.startup_progress import StartupProgress
 
 UInt64s = npt.NDArray[np.uint64]
 

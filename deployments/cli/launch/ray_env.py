@@ -40,7 +40,9 @@ LOCAL = (
         "TOKENIZERS_PARALLELISM": "false",
     }
 )
-THROUGHPUT = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+# The second is Serve's default in the other mode. The first would make it 1000 lines, and a log stays empty until then:
+# there is no line for each request, so that would be hours, and a replica that is killed would leave none.
+THROUGHPUT = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1"}
 # One machine has one HAProxy, which is notified of a stopping ingress immediately. Serve's default of 30 s is for load
 # balancers that poll.
 ONE_MACHINE = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5"}

@@ -15,7 +15,7 @@ from engine.model.encoder.families import family_of, head_pooling, longest_row, 
 from engine.model.encoder.packed_rows import EncoderRow, PackedRows, pack_rows
 from engine.model.heads.row_pooling import Pooling, pool_rows
 from engine.model.optimize.onednn_linear import use_onednn
-from engine.model.startup_progress import StartupProgress, silent, timed
+from gpu_sampler.startup_progress import StartupProgress, silent, timed
 
 
 class EncodedRows(NamedTuple):

@@ -18,9 +18,9 @@ from engine.model.heads.info import HeadInfo
 from engine.model.heads.pooling_head import PoolingModel
 from engine.model.heads.row_pooling import pool_rows
 from engine.model.lm_head import HeadSpec, LogprobQuery, RowLogprobs
-from engine.model.startup_progress import StartupProgress, silent, timed
 from engine.model.weights_digest import weights_digest
 from engine.requests import Int32s
+from gpu_sampler.startup_progress import StartupProgress, silent, timed
 
 
 class PooledEncoder:

@@ -29,6 +29,7 @@ from gpu_sampler.output import VerifyOutput
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingParams
 from gpu_sampler.spec_decode import Draft, DraftMethod, VerifyRules
+from gpu_sampler.startup_progress import silent
 from gpu_sampler.state.host_state import SlotFlag
 from tests.engine.model.stand_in import Replayed, ReplayedDrafts, run_steps
 
@@ -508,7 +509,7 @@ def on_gpu(tiny_models: Any, method: DraftMethod, captured: bool) -> Drafting:
     model = HFModel(module, engine)
     sampler = Sampler(num_slots=LIVE + 1, vocab_size=VOCAB, device="cuda")
     made = Drafting(model, sampler, config, KINDS_OF_ROWS)
-    sampler.warm_up(LIVE, lambda line: None, drafts=DRAFTS, rules=config.rules)
+    sampler.warm_up(LIVE, silent, drafts=DRAFTS, rules=config.rules)
     reported: list[str] = []
     made.proposer.warm_up(lambda stage, seconds: reported.append(stage))
     assert reported[-1] == "draft runs" and "draft graphs" in reported

@@ -254,7 +254,7 @@ def test_warm_up_leaves_every_slot_as_it_was(device: str, rows: int) -> None:
     sampler.admit(1, SamplingParams(frequency_penalty=1.0), [3], seed=1)
     before = sampler.state.table.copy()
     lines: list[str] = []
-    sampler.warm_up(rows, lines.append, drafts=2, dense=True)
+    sampler.warm_up(rows, lambda stage, seconds: lines.append(stage), drafts=2, dense=True)
     assert sum("verify" in line for line in lines) == 6 and sum("draft" in line for line in lines) >= 1
     assert (sampler.state.table == before).all()
 

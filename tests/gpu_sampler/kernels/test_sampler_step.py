@@ -205,9 +205,9 @@ def test_step_waits_for_nothing_once_it_is_warm(device: str) -> None:
 @pytest.mark.full
 def test_warm_up_launches_every_variant_and_draws_as_before(device: str) -> None:
     warmed, cold = admitted(device), admitted(device)
-    reported: list[str] = []
-    warmed.warm_up(len(MIXED), reported.append)
-    assert len(reported) == 8  # four kinds of steps, with and without log-probabilities
+    reported: list[float] = []
+    warmed.warm_up(len(MIXED), lambda stage, seconds: reported.append(seconds))
+    assert len(reported) == 8 and min(reported) > 0  # four kinds of steps, with and without log-probabilities
     found, expected = (
         sampler.sample(logits_of(len(MIXED), device), range(1, len(MIXED) + 1)) for sampler in (warmed, cold)
     )

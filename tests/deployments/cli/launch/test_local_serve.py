@@ -130,8 +130,18 @@ print(json.dumps([dict(os.environ), str(folder), mode, folder.exists(), "ray" in
     assert found["RAY_worker_niceness"] == "0"
     assert int(found["RAY_max_direct_call_object_size"]) > WireLimits().max_answer_bytes
     assert (found.get("RAY_SERVE_THROUGHPUT_OPTIMIZED") == "1") is fast
+    assert log_buffer_of(found) == 1
+    planted = {name: value for name, value in found.items() if name != "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE"}
+    assert log_buffer_of(planted) == (1_000 if fast else 1), "what Serve does of its own"
     names = ("CONFIG_FILE_LOC", "SOCKET_PATH", "SERVER_STATE_BASE", "SERVER_STATE_FILE", "METRICS_SOCKET_PATH")
     assert all(found.get(f"RAY_SERVE_HAPROXY_{name}", "").startswith(folder) is fast for name in names)
+
+
+def log_buffer_of(environment: dict[str, str]) -> int:
+    """Lines that Serve keeps back from the log file of a replica or an ingress."""
+    script = "from ray.serve._private.constants import RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE as n; print(n)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    return int(done.stdout)
 
 
 def test_an_environment_that_comes_too_late_is_an_error() -> None:
