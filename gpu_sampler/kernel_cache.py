@@ -8,6 +8,7 @@ by its own build, wherever TRITON_CACHE_DIR names the same folder.
 import importlib
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -63,12 +64,17 @@ class _NoDevice:
 
 
 def fix_keys(packages: Sequence[ModuleType] = (kernels,)) -> None:
-    """Computes the key of every kernel's source in `packages`, in one order; call it before the first launch.
+    """Makes launches find what was compiled ahead for `packages`; call it before the first launch.
+
+    It computes the key of every kernel's source in one order, and names Triton's folder in TRITON_CACHE_DIR: torch's
+    compiler sets the variable, where it is not set, to a folder of its own at its first use, in the middle of a
+    start-up, and all kernels that are launched after that would be compiled again.
 
     Triton 3.6 leaves the constants of a function that a kernel calls out of the kernel's key, unless the function's own
     key was made before: what was compiled ahead would be found again only by a process that launches kernels in the
     order in which another compiled them.
     """
+    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
     for package in packages:
         for name in sorted(found.name for found in iter_modules(package.__path__)):
             module = importlib.import_module(f"{package.__name__}.{name}")

@@ -55,6 +55,23 @@ def launch_on_a_gpu(slots: int = 17) -> None:
         count(slots)
 
 
+def test_torchs_compiler_does_not_move_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    from gpu_sampler.kernel_cache import fix_keys
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    folder = triton.knobs.cache.dir
+    assert triton_cache_dir(0) != folder, "torch's compiler would set another one"
+    fix_keys()
+    assert triton_cache_dir(0) == triton.knobs.cache.dir == folder
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/srv/kernels")  # an image's own stays
+    fix_keys()
+    assert triton.knobs.cache.dir == "/srv/kernels"
+
+
 def test_what_a_launch_had_to_compile_is_named(looked_up: list[bool]) -> None:
     from gpu_sampler.kernel_cache import compiled_inside
 
