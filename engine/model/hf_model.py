@@ -9,14 +9,22 @@ model. Everything that exists for speed is behind a switch of `EngineConfig`: `c
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from engine.attention.interface import ATTENTION, AttentionBackend, attach, attend, forward_context
+from engine.attention.interface import (
+    ATTENTION,
+    NO_SOFTCAP,
+    NO_WINDOW,
+    AttentionBackend,
+    attach,
+    attend,
+    forward_context,
+)
 from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import (
     MIN_TOKENS,
@@ -64,6 +72,9 @@ from gpu_sampler.backend import runs_kernels
 from gpu_sampler.logprobs import head_logprob
 from gpu_sampler.reference.lm_head_logprob import Rounding
 from gpu_sampler.startup_progress import StartupProgress, silent, timed
+
+if TYPE_CHECKING:
+    from engine.attention.flashinfer_modules import BackgroundBuild
 
 ROUNDED_TO: dict[torch.dtype, Rounding] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 CHECKED_TOKENS = 600  # of served steps whose bits are compared: more than one part of attention, and library products
@@ -167,6 +178,7 @@ class HFModel:
         with timed("probe", progress):
             self.probed = probe(module, self._backend)
             set_attention(module, ATTENTION)
+        self._attention_build = self._build_attention()
         if self.pooling_head is None:
             with timed("head check", progress):
                 self.head, self.vocab_size = find_head(self.probed)
@@ -188,6 +200,22 @@ class HFModel:
         if self._use_skinny_linears(module):
             with timed("skinny packing check", progress), skinny_step(1):
                 proof.run()
+
+    def _build_attention(self) -> "BackgroundBuild | None":
+        """Starts to compile what FlashInfer lacks for the layers; None where it has no part in them."""
+        if self.device.type != "cuda":
+            return None
+        from engine.attention.flashinfer_backend import FlashInferAttention
+
+        if not isinstance(self._backend, FlashInferAttention):
+            return None
+        from engine.attention.flashinfer_modules import BackgroundBuild, ModuleShape
+
+        dtype = str(self._backend.dtype).removeprefix("torch.")
+        return BackgroundBuild(
+            ModuleShape(dtype, shape.key_dim, call.window != NO_WINDOW, call.softcap != NO_SOFTCAP)
+            for call, shape in zip(self.probed.calls, self.probed.shapes, strict=True)
+        )
 
     def _optimize(self, module: Any) -> int:
         """Changes the model's layers as configured, and returns the number of changes."""
@@ -374,6 +402,8 @@ class HFModel:
             return
         tokens = self._engine.token_budget
         with timed("attention kernels", progress):
+            if self._attention_build is not None:
+                self._attention_build.wait()
             self._run_idle_steps((tokens, self._engine.max_running))
             self._run_idle_cascade()
         if self._engine.compile:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.attention import flashinfer_modules
+from engine.attention.flashinfer_modules import BackgroundBuild, ModuleShape
 from engine.warmup import precompile_flashinfer
 
 
@@ -16,11 +18,16 @@ class Spec:
     """A module, which is built once `awaited` says so."""
 
     broken: tuple[Any, ...] = ()  # parts of what cannot be built
+    compiled: tuple[Any, ...] = ()  # parts of what is there
     awaited: threading.Barrier | None = None
 
     def __init__(self, name: str, arguments: tuple[Any, ...], built: list[tuple[Any, ...]]) -> None:
         self._what = (name, *arguments)
         self._built = built
+
+    @property
+    def is_compiled(self) -> bool:
+        return any(part in self._what for part in self.compiled)
 
     def build(self, verbose: bool) -> None:
         if self.awaited is not None:
@@ -48,7 +55,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     module("flashinfer.jit.page", "gen_page_module")
     module("flashinfer.jit.cascade", "gen_cascade_module")
     module("flashinfer.jit.sampling", "gen_sampling_module")
-    monkeypatch.setenv(precompile_flashinfer.ARCHITECTURES, "9.0a")
+    monkeypatch.setenv(flashinfer_modules.ARCHITECTURES, "9.0a")
     monkeypatch.setenv("MAX_JOBS", "1")  # unset again afterwards, whatever a test does with it
     return found
 
@@ -115,7 +122,7 @@ def test_compilers_of_all_modules_are_two_a_core(
     built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, cores: int, processes: str, jobs: str
 ) -> None:
     monkeypatch.delenv("MAX_JOBS")
-    monkeypatch.setattr(precompile_flashinfer, "cores", lambda: cores)
+    monkeypatch.setattr(flashinfer_modules, "cores", lambda: cores)
     assert precompile_flashinfer.main(["--head-dims", "128", "--processes", processes]) == 0
     assert os.environ["MAX_JOBS"] == jobs
 
@@ -134,7 +141,7 @@ def test_every_dtype_and_head_dim_has_its_own(built: list[tuple[Any, ...]]) -> N
 
 
 def test_only_hopper_gathers_contexts(built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(precompile_flashinfer.ARCHITECTURES, "8.0 10.0a")
+    monkeypatch.setenv(flashinfer_modules.ARCHITECTURES, "8.0 10.0a")
     assert precompile_flashinfer.main([]) == 0
     assert built and not any("fa3" in one for one in built)
 
@@ -142,10 +149,10 @@ def test_only_hopper_gathers_contexts(built: list[tuple[Any, ...]], monkeypatch:
 def test_without_an_architecture_nothing_is_compiled(
     built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(precompile_flashinfer.ARCHITECTURES)
+    monkeypatch.delenv(flashinfer_modules.ARCHITECTURES)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert precompile_flashinfer.main([]) == 2
-    assert not built and precompile_flashinfer.ARCHITECTURES in capsys.readouterr().err
+    assert not built and flashinfer_modules.ARCHITECTURES in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -154,3 +161,65 @@ def test_without_an_architecture_nothing_is_compiled(
 def test_what_the_kernels_do_not_take_is_refused(given: list[str]) -> None:
     with pytest.raises(SystemExit):
         precompile_flashinfer.main(given)
+
+
+# Beside a start-up.
+
+SHAPE = ModuleShape("bfloat16", 128, window=False, softcap=False)
+
+
+def test_a_start_up_compiles_what_is_missing_alone(
+    built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Spec, "compiled", ("gen_page_module", "fa2"))
+    BackgroundBuild([SHAPE, SHAPE]).wait()
+    kinds = sorted(one[:2] for one in built)
+    assert [kind[0] for kind in kinds] == ["gen_batch_decode_module", "gen_batch_prefill_module", "gen_cascade_module"]
+    assert kinds[1][1] == "fa3"
+
+
+def test_a_start_up_goes_on_while_modules_are_compiled(
+    built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The barrier is passed once the five modules and this test have come to it."""
+    barrier = threading.Barrier(6)
+    monkeypatch.setattr(Spec, "awaited", barrier)
+    monkeypatch.setattr(flashinfer_modules, "cores", lambda: 8)
+    started = BackgroundBuild([SHAPE])
+    assert not built
+    barrier.wait(timeout=10)
+    started.wait()
+    assert len(built) == 5
+
+
+@pytest.mark.parametrize("broken", ["a module", "the library"])
+def test_what_fails_is_left_to_its_first_use(
+    built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    if broken == "a module":
+        monkeypatch.setattr(Spec, "broken", ("fa3",))
+    else:
+        monkeypatch.setitem(sys.modules, "flashinfer.jit.page", None)
+    BackgroundBuild([SHAPE]).wait()
+    assert len(built) == (4 if broken == "a module" else 0)
+    assert ("at their first use" in caplog.text) is (broken == "the library")
+
+
+def test_a_model_on_a_gpu_asks_for_what_its_layers_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.attention.flashinfer_backend import FlashInferAttention
+    from engine.model.hf_model import HFModel
+
+    asked: list[ModuleShape] = []
+    monkeypatch.setattr(flashinfer_modules, "BackgroundBuild", asked.extend)
+    backend = FlashInferAttention.__new__(FlashInferAttention)
+    backend.dtype = torch.bfloat16
+    layers = [types.SimpleNamespace(window=window, softcap=softcap) for window, softcap in ((-1, 0.0), (512, 50.0))]
+    model: Any = types.SimpleNamespace(
+        device=torch.device("cuda"),
+        _backend=backend,
+        probed=types.SimpleNamespace(calls=layers, shapes=[types.SimpleNamespace(key_dim=dim) for dim in (64, 256)]),
+    )
+    HFModel._build_attention(model)
+    assert asked == [ModuleShape("bfloat16", 64, False, False), ModuleShape("bfloat16", 256, True, True)]
+    model.device = torch.device("cpu")
+    assert HFModel._build_attention(model) is None and len(asked) == 2

@@ -1,0 +1,137 @@
+"""Compiles the FlashInfer modules that the attention layers of a model need, before their first use.
+
+Each module has a folder, a ninja and a lock of FlashInfer's: they compile concurrently, and a caller that needs one
+meanwhile waits for that one alone. A step that needs one that is not there compiles it, one after another.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from threading import Thread
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from engine.attention.flashinfer_backend import HOPPER
+from engine.attention.flashinfer_wrappers import BACKEND, HOPPER_BACKEND
+from engine.utils.cpu import cores
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+INDEX = torch.int32
+NO_POSITIONS = 0  # attention receives rotated queries and keys
+ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"
+MAX_CONCURRENT_BUILDS: Final = 16
+COMPILERS_A_CORE: Final = 2  # they take a GB or more each; with one a core, cores would be idle at the end
+SLOWEST: Final = ("contexts", "sampling")  # to compile, the slowest first: started last, they would end late
+
+
+class ModuleShape(NamedTuple):
+    """Holds what the code of an attention module depends on."""
+
+    dtype: str
+    dim: int
+    window: bool
+    softcap: bool
+
+    @property
+    def name(self) -> str:
+        extras = f"{', window' if self.window else ''}{', soft cap' if self.softcap else ''}"
+        return f"{self.dtype}, head dim {self.dim}{extras}"
+
+
+def modules(shapes: Sequence[ModuleShape], sampling: bool) -> Iterator[tuple[str, Any]]:
+    """Yields (name, FlashInfer's specification) of each module that the engine may use for these shapes."""
+    from flashinfer import jit
+    from flashinfer.jit.cascade import gen_cascade_module
+    from flashinfer.jit.page import gen_page_module
+
+    yield "pages", gen_page_module()
+    yield "cascade", gen_cascade_module()
+    for shape in shapes:
+        dtype = DTYPES[shape.dtype]
+        what = (dtype, dtype, dtype, INDEX, shape.dim, shape.dim, NO_POSITIONS, shape.window, shape.softcap)
+        yield f"prefill, {shape.name}", jit.gen_batch_prefill_module(BACKEND, *what, False)
+        yield f"decode, {shape.name}", jit.gen_batch_decode_module(*what)
+        if _for_hopper():
+            no_window = (*what[:7], False, shape.softcap)
+            yield f"contexts, {shape.name}", jit.gen_batch_prefill_module(HOPPER_BACKEND, *no_window, False)
+    if sampling:
+        from flashinfer.jit.sampling import gen_sampling_module
+
+        yield "sampling", gen_sampling_module()
+
+
+def _for_hopper() -> bool:
+    """Returns whether the modules are for GPUs of the Hopper architecture."""
+    named = os.environ.get(ARCHITECTURES)
+    if named:
+        return any(one.partition(".")[0] == str(HOPPER) for one in named.split())
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == HOPPER
+
+
+class Built(NamedTuple):
+    """Says how a module's compilation ended."""
+
+    seconds: float
+    error: Exception | None
+
+
+def _build(module: Any) -> Built:
+    started = time.perf_counter()
+    error = None
+    try:
+        module.build(verbose=False)
+    except Exception as raised:  # the others go on
+        error = raised
+    return Built(time.perf_counter() - started, error)
+
+
+def _place(named: tuple[str, Any]) -> int:
+    """Returns the place of a module in the order of their start."""
+    return next((place for place, kind in enumerate(SLOWEST) if named[0].startswith(kind)), len(SLOWEST))
+
+
+def build(named: Sequence[tuple[str, Any]], processes: int) -> list[str]:
+    """Compiles modules, `processes` concurrently, and prints a line as each ends. Returns the names of failed ones."""
+    concurrent = max(1, min(processes, len(named)))
+    os.environ.setdefault("MAX_JOBS", str(-(-COMPILERS_A_CORE * cores() // concurrent)))
+    failed = []
+    with ThreadPoolExecutor(concurrent) as threads:
+        names = {threads.submit(_build, module): name for name, module in sorted(named, key=_place)}
+        for done in as_completed(names):
+            name, built = names[done], done.result()
+            if built.error is None:
+                print(f"{name}: {built.seconds:.1f} s", flush=True)
+            else:
+                failed.append(name)
+                print(f"{name}: failed after {built.seconds:.1f} s: {built.error}", file=sys.stderr, flush=True)
+    return failed
+
+
+class BackgroundBuild:
+    """Compiles what these shapes lack, concurrently and beside the rest of a start-up, in compilers of their own.
+
+    Raises nothing: a module that fails is compiled again at its first use, which raises.
+    """
+
+    def __init__(self, shapes: Iterable[ModuleShape]) -> None:
+        self._thread = Thread(target=_build_missing, args=(sorted(set(shapes)),), name="flashinfer-build", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until all are compiled or have failed."""
+        self._thread.join()
+
+
+def _build_missing(shapes: Sequence[ModuleShape]) -> None:
+    try:
+        missing = [(name, module) for name, module in modules(shapes, sampling=False) if not module.is_compiled]
+        if missing:
+            build(missing, min(cores(), MAX_CONCURRENT_BUILDS))
+    except Exception as error:  # of the library's own kinds
+        log.warning("FlashInfer's modules are compiled at their first use: %s: %s.", type(error).__name__, error)
