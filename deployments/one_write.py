@@ -1,8 +1,8 @@
 """Writes the head of an answer and the first part of its body together.
 
 Uvicorn writes each of the two by itself. A process that is killed in between leaves HAProxy a head without a body: the
-answer has begun, so that HAProxy cannot ask another ingress for it. Together they are one write to the kernel, which
-either has both or nothing; and it spares each answer a call to the kernel and HAProxy a second reading.
+answer has begun, so that HAProxy cannot ask another ingress for it. Together they are one write: of a small answer the
+kernel then has all or nothing. It also spares each answer a call to the kernel, and HAProxy a second reading.
 
 ASGI has no message for both. The `send` that Uvicorn gives an application is a method of the request's cycle, which
 writes through its attribute `transport`; for as long as these two messages take, another object stands there.
