@@ -200,7 +200,7 @@ async def attacked(world: World, cuts: int) -> tuple[int, list[str], int]:
 
 @pytest.mark.risk("R1", figure="links cut 1,000 times in the middle of frames: 0 wrong answers")
 @pytest.mark.full(keep=1)
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)  # a thousand took more than 600 s on a machine that others slowed
 @pytest.mark.parametrize("cuts", [30, 1000])
 async def test_a_cut_in_the_middle_of_a_frame_changes_no_answer(world: World, cuts: int) -> None:
     answered, wrong, lost = await attacked(world, cuts)
