@@ -58,7 +58,7 @@ SWITCH_S = 5e-4  # until an event loop that wakes has the interpreter beside a t
 FULL = BackpressureConfig(status_code=429, retry_after_s=1)
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 log = logging.getLogger("assay.http")
-LOGGERS = ("assay", "engine", "gpu_sampler", "scoring")
+LOGGERS = ("assay", "engine", "gpu_sampler")
 
 
 def log_with_serve() -> None:

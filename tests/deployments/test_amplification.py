@@ -27,7 +27,7 @@ from tests.support import toy_model
 pytestmark = pytest.mark.timeout(600)
 TICK_S = 0.005
 MAX_PAUSE_S = 0.1
-MILLION_S = 0.03  # what a million turns of an empty loop take on a machine that others do not slow
+MILLION_S = 0.03  # what a million turns of an empty loop took on two idle cores
 TOGETHER = 10
 TRIES = 8
 VOCABULARY = 8192

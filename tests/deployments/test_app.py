@@ -71,7 +71,7 @@ def test_what_our_loggers_say_is_in_serves_log(monkeypatch: pytest.MonkeyPatch, 
     for name in LOGGERS:
         monkeypatch.setattr(real(name), "parent", real(name).parent)
         request.addfinalizer(partial(real(name).setLevel, logging.NOTSET))  # no level of a former parent is remembered
-    names = ("assay.http", "engine.warmup.background_compile", "gpu_sampler.sampler", "scoring.prompts")
+    names = ("assay.http", "engine.warmup.background_compile", "gpu_sampler.sampler")
     for name in names:
         real(name).info("said")
     assert not heard
