@@ -65,6 +65,28 @@ class _Buffer:
         self._sending = 0
 
 
+class _Rest:
+    """Awaits the rest of work that has begun."""
+
+    def __init__(self, work: Generator[Any, Any, None], waited: object) -> None:
+        self._work = work
+        self._waited = waited
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        waited = self._waited
+        while True:
+            try:
+                yield waited
+            except BaseException as error:
+                advance, given = self._work.throw, error
+            else:
+                advance, given = self._work.send, None  # type: ignore[assignment]
+            try:
+                waited = advance(given)
+            except StopIteration:
+                return
+
+
 class _Writer:
     """Writes a stream: in its caller's turn while the connection takes all, and in a task of its own while it is full.
 
@@ -95,8 +117,7 @@ class _Writer:
         if begun is None:
             self._buffer.sent()
         else:
-            self._task = self._loop.create_task(self._wait(self._drain(begun)))
-            self._task.add_done_callback(self._ended)
+            self._task = self._loop.create_task(self._write_rest(begun))
         return kept
 
     async def finish(self, last: bytes) -> None:
@@ -120,7 +141,7 @@ class _Writer:
         """Returns the write of all data that waits."""
         return self._send({"type": "http.response.body", "body": self._buffer.take(), "more_body": True})
 
-    async def _drain(self, begun: "_Rest | None" = None) -> None:
+    async def _drain(self, begun: _Rest | None = None) -> None:
         """Writes until no data waits. `begun`: a write that comes first."""
         if not self.started:
             self.started = True
@@ -147,13 +168,16 @@ class _Writer:
         finally:
             self._alarm = None
 
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        self._task = None
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        if not isinstance(error, ClientGone):
-            log.error("A stream could not be written.", exc_info=error)
-        self._give_up()
+    async def _write_rest(self, begun: _Rest) -> None:
+        """Writes the rest of a write, and all that comes until the connection takes everything."""
+        try:
+            await self._wait(self._drain(begun))
+        except Exception as error:
+            if not isinstance(error, ClientGone):
+                log.exception("A stream could not be written.")
+            self._give_up()
+        finally:
+            self._task = None  # in the turn that found no more data: what is put in the next one has no other writer
 
     def _tick(self) -> None:
         """Sends the status line, or a comment, if nothing was written for long."""
@@ -162,28 +186,6 @@ class _Writer:
             self.put(KEEP_ALIVE)  # the first one too: some proxies hold the headers back until a body begins
             due = self._loop.time() + self._settings.keep_alive_s
         self._timer = self._loop.call_at(max(due, self._loop.time()), self._tick)
-
-
-class _Rest:
-    """Awaits the rest of work that has begun."""
-
-    def __init__(self, work: Generator[Any, Any, None], waited: object) -> None:
-        self._work = work
-        self._waited = waited
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        waited = self._waited
-        while True:
-            try:
-                yield waited
-            except BaseException as error:
-                advance, given = self._work.throw, error
-            else:
-                advance, given = self._work.send, None  # type: ignore[assignment]
-            try:
-                waited = advance(given)
-            except StopIteration:
-                return
 
 
 def _begun(work: Awaitable[None]) -> _Rest | None:
