@@ -19,6 +19,7 @@ from deployments.protocol import (
     GenerateReply,
     LikelihoodReply,
     ModelCard,
+    PromptScores,
     RowsCall,
     common,
 )
@@ -248,7 +249,10 @@ class _Bill:
 
 
 class _Counted:
-    """Counts the tokens of a generation: prompt tokens that were not cached, and generated tokens."""
+    """Counts the tokens of a generation: prompt tokens that were not cached, and generated tokens.
+
+    A prompt with scores is computed whole: what its generation then finds cached is the request's own work.
+    """
 
     def __init__(self, call: GenerateCall) -> None:
         self._seen: set[int] = set()
@@ -261,6 +265,8 @@ class _Counted:
                 if item.prompt not in self._seen:
                     self._seen.add(item.prompt)
                     self.tokens -= item.chunk.cached
+            elif isinstance(item.chunk, PromptScores):
+                self._seen.add(item.prompt)
 
 
 def _computed(request: RowsCall, reply: ScoreResult | PoolingResult | LikelihoodReply) -> int:

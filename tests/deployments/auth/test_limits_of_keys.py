@@ -248,6 +248,9 @@ async def metered(replica_backend: Any) -> AsyncIterator[Any]:
         ("/v1/completions", {"prompt": ["p", "qr"], "max_tokens": 700, "stop_token_ids": [*range(40, 160)]}),
         ("/v1/completions", {"prompt": "some prompt", "max_tokens": 7, "ignore_eos": True, "stream": True,
                              "stream_options": {"include_usage": True}}),
+        ("/v1/completions", {"prompt": "some prompt", "max_tokens": 7, "ignore_eos": True, "prompt_logprobs": 0}),
+        ("/v1/completions", {"prompt": "some prompt", "max_tokens": 7, "ignore_eos": True, "stream": True,
+                             "stream_options": {"include_usage": True}, "echo": True, "logprobs": 0}),
     ],
 )  # fmt: skip
 async def test_a_key_pays_for_what_was_computed(metered: Any, ask: Any, path: str, body: Any) -> None:
