@@ -50,7 +50,7 @@ async def plan_chat(
     new = 1 if max_tokens is None else options.new_tokens(params)
     prompts = cut_prompts(body, [prompt], card.max_model_len - new)
     if max_tokens is None:
-        params = replace(params, max_tokens=_rest(handler, body, card, prompts, params))
+        params = replace(params, max_tokens=_rest(handler, body, card, prompts, params, options))
     check_context(card, prompts.ids, options.new_tokens(params), "messages")
     return await plan_prompts(handler, body, card, context, prompts, params, new_id("chatcmpl-"), options)
 
@@ -131,12 +131,18 @@ def _logprobs(handler: RequestHandler, body: ChatRequest) -> int | None:
 
 
 def _rest(
-    handler: RequestHandler, body: ChatRequest, card: ModelCard, prompts: EncodedPrompts, params: SamplingParams
+    handler: RequestHandler,
+    body: ChatRequest,
+    card: ModelCard,
+    prompts: EncodedPrompts,
+    params: SamplingParams,
+    options: PromptOptions,
 ) -> int:
     """Returns `max_tokens` of a request that names none: the rest of the context, or as much as a request may cost."""
     [prompt] = prompts.ids
     maximum = [card.max_model_len - len(prompt), (handler.limits["max_request_tokens"] - len(prompt)) // params.n]
     cells = cells_each(body, params)
     if cells:
-        maximum.append(handler.limits["max_answer_cells"] // (cells * params.n))
+        of_prompt = len(prompt) * params.n * options.cells_each(params, len(body.logprob_token_ids or ()))
+        maximum.append((handler.limits["max_answer_cells"] - of_prompt) // (cells * params.n))
     return max(1, min(maximum))

@@ -158,6 +158,10 @@ async def test_the_default_length_stays_within_what_a_request_may_cost(client: A
         ({}, limits["max_request_tokens"] - len(PROMPT)),
         ({"n": 3}, (limits["max_request_tokens"] - len(PROMPT)) // 3),
         ({"n": 2, "logprobs": True, "top_logprobs": 20}, limits["max_answer_cells"] // 21 // 2),
+        (
+            {"n": 2, "logprobs": True, "top_logprobs": 20, "prompt_logprobs": 5},
+            (limits["max_answer_cells"] - 2 * 6 * len(PROMPT)) // 21 // 2,
+        ),
     ):
         await chat(client, **extra)
         assert backend.tasks[-1][0].params.max_tokens == most
