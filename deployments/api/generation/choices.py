@@ -113,12 +113,10 @@ class ChoiceState:
 
     def _next_entry(self, chunk: GenerateChunk) -> dict[str, list[Any]] | None:
         """Returns the entry of the position behind the prompt, which names the most probable token there."""
-        top = self._plan.prompt_options.next_top
-        if top is None or chunk.top_ids is None or chunk.top_logprobs is None:
+        if self._plan.prompt_options.next_top is None or chunk.top_ids is None or chunk.top_logprobs is None:
             return None
         best = chunk._replace(tokens=chunk.top_ids[:, 0], logprobs=chunk.top_logprobs[:, 0])
-        entry = best._replace(top_ids=chunk.top_ids[:, :top], top_logprobs=chunk.top_logprobs[:, :top])
-        return self._logprobs(entry, entry.tokens.tolist(), [self._text.offset()])
+        return self._logprobs(best, best.tokens.tolist(), [self._text.offset()])
 
     def _opened(self, delta: Delta) -> Delta:
         """Puts the prompt before the choice's first delta where the request wants it repeated."""
@@ -191,12 +189,12 @@ class ChoiceState:
         """Returns those of the chunk's first `count` tokens; None if the request wants none."""
         if not self._plan.wants_logprobs or chunk.logprobs is None:
             return None
-        params = self._plan.call[0].params
+        params, wanted = self._plan.call[0].params, self._plan.alternatives
         top_ids: list[list[int]] = [[]] * count
         top: list[list[float]] = [[]] * count
-        if params.logprobs and chunk.top_ids is not None and chunk.top_logprobs is not None:
-            top_ids = chunk.top_ids[:count, : params.logprobs].tolist()
-            top = [finite(row) for row in chunk.top_logprobs[:count, : params.logprobs]]
+        if wanted and chunk.top_ids is not None and chunk.top_logprobs is not None:
+            top_ids = chunk.top_ids[:count, :wanted].tolist()
+            top = [finite(row) for row in chunk.top_logprobs[:count, :wanted]]
         requested = None
         if params.logprob_token_ids is not None and chunk.chosen_logprobs is not None:
             requested = [finite(row) for row in chunk.chosen_logprobs[:count, : len(params.logprob_token_ids)]]

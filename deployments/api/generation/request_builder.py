@@ -124,6 +124,12 @@ class GenerationPlan:
         """Whether the answer has log-probabilities of its tokens."""
         return self.call[0].params.logprobs is not None
 
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives each token of the answer has. A replica may be asked for one more: the token itself."""
+        asked = self.prompt_options.next_top
+        return self.call[0].params.logprobs if asked is None else asked
+
 
 async def plan_completion(
     handler: RequestHandler, body: CompletionRequest, card: ModelCard, context: RequestContext

@@ -190,6 +190,16 @@ async def test_prefill_alone_tells_the_position_behind_the_prompt(
         assert len(choice["prompt_logprobs"]) == len(PROMPT)
 
 
+@pytest.mark.parametrize("top", [0, 2])
+async def test_prefill_alone_tells_as_much_of_the_prompt_as_was_asked(toy_client: Any, top: int) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": top}
+    plain, behind_too = [
+        (await toy_client.complete(**body, **more))["choices"][0]["logprobs"]["top_logprobs"]
+        for more in ({}, {"logprob_token_ids": [3]})
+    ]
+    assert behind_too[:-1] == plain
+
+
 async def test_prefill_alone_is_what_one_greedy_token_would_tell(
     replica_client: Callable[..., Any], tmp_path: Path
 ) -> None:
