@@ -174,9 +174,6 @@ class RequestMiddleware:
         self._requests += 1
         try:
             context.body = await self._read(receive, length, maximum, limit, context)
-            context.body_bytes = len(context.body)
-            self._body_bytes += context.body_bytes
-            self._observer.body(context.body_bytes)
             _check_media(scope["headers"])
             await self._answer(scope, receive, send, context)
         finally:
@@ -256,9 +253,20 @@ class RequestMiddleware:
     def _check_room(self, length: int | None, maximum: int, limit: str) -> None:
         if length is not None and length > maximum:
             raise _too_large(maximum, limit)
-        full = self._requests >= self._settings.max_inflight_requests
-        if full or self._body_bytes + (length or 0) > self._settings.max_inflight_body_bytes:
-            raise ApiError("overloaded", "Too many requests are in flight. Try again later.", retry_after_s=1)
+        if self._requests >= self._settings.max_inflight_requests:
+            raise _overloaded()
+        self._check_bytes(length or 0)
+
+    def _check_bytes(self, more: int) -> None:
+        if self._body_bytes + more > self._settings.max_inflight_body_bytes:
+            raise _overloaded()
+
+    def _count_bytes(self, more: int, context: RequestContext) -> None:
+        """Counts a part of a body. Raises ApiError if the bodies in flight leave no room for it."""
+        self._check_bytes(more)
+        self._body_bytes += more
+        context.body_bytes += more
+        self._observer.body(more)
 
     async def _read(
         self, receive: Receive, length: int | None, maximum: int, limit: str, context: RequestContext
@@ -277,6 +285,7 @@ class RequestMiddleware:
                     size += len(part)
                     if size > maximum:
                         raise _too_large(maximum, limit)
+                    self._count_bytes(len(part), context)
                     parts.append(part)
                     if not message.get("more_body", False):
                         break
@@ -310,6 +319,10 @@ def _check_media(headers: Headers) -> None:
 def _too_large(maximum: int, limit: str) -> ApiError:
     message = f"The body must be at most {maximum} bytes (`{limit}`). Send less in one request."
     return ApiError("body_too_large", message)
+
+
+def _overloaded() -> ApiError:
+    return ApiError("overloaded", "Too many requests are in flight. Try again later.", retry_after_s=1)
 
 
 def internal_error() -> ApiError:

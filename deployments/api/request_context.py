@@ -89,7 +89,7 @@ class RequestContext:
     key: ApiKey = ANONYMOUS
     tenant: str = ""  # the key's name
     body: bytes = b""  # until it is parsed
-    body_bytes: int = 0  # the body's length
+    body_bytes: int = 0  # the body's length, so far while it is read
     gone: bool = False  # the client left, or reads too slowly
     code: str = ""  # of the error that was answered
     pinecone: bool = False  # the client speaks Pinecone's dialect

@@ -13,9 +13,17 @@ from fastapi import FastAPI
 class Wire:
     """One raw ASGI request: a test feeds messages and sees what was sent while the app still runs."""
 
-    def __init__(self, app: FastAPI, path: str, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        path: str,
+        body: bytes,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        more: bool = False,
+    ) -> None:
+        """`more`: more of the body follows."""
         self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._inbox.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        self.feed(body, more)
         self.sent: list[dict[str, Any]] = []
         self.reading = asyncio.Event()
         self.reading.set()
@@ -49,6 +57,9 @@ class Wire:
             while not done(self):
                 self.changed.clear()
                 await self.changed.wait()
+
+    def feed(self, body: bytes, more: bool = False) -> None:
+        self._inbox.put_nowait({"type": "http.request", "body": body, "more_body": more})
 
     def leave(self) -> None:
         self._inbox.put_nowait({"type": "http.disconnect"})

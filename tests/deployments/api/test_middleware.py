@@ -226,6 +226,25 @@ async def test_room_is_limited_and_freed(backend: Any, settings: ApiSettings, wi
     assert (await answer(wire_to(app, "/v1/completions", {"prompt": "a"})))[0] == 200
 
 
+@pytest.mark.parametrize("declared", [True, False])
+async def test_room_is_taken_by_bodies_that_are_still_on_their_way(
+    backend: Any, settings: ApiSettings, wire_to: Any, declared: bool
+) -> None:
+    app = build_api(backend, ByteTokenizer(), replace(settings, max_inflight_body_bytes=1500))
+    headers = [JSON, (b"content-length", b"800")] if declared else [JSON]
+    slow, slower = [wire_to(app, "/v1/completions", padded(800)[:700], headers=headers, more=True) for _ in range(2)]
+    for _ in range(50):
+        await asyncio.sleep(0)
+    status, code, found = await answer(wire_to(app, "/v1/completions", padded(800), headers=headers))
+    assert (status, code, found["retry-after"]) == (429, "overloaded", "1")
+    slow.feed(padded(800)[700:])
+    assert (await answer(slow))[0] == 200
+    slower.leave()
+    await slower.task
+    both = [wire_to(app, "/v1/completions", padded(700)) for _ in range(2)]
+    assert [(await answer(one))[0] for one in both] == [200, 200]
+
+
 @pytest.mark.risk("S9")
 async def test_a_bug_answers_500_and_tells_nothing(client: Any, backend: Any, caplog: Any) -> None:
     backend.fail = RuntimeError("/secret/path 0xdeadbeef")
