@@ -233,6 +233,7 @@ class EventStream(Response):
                     elif writer.started:
                         await writer.finish(event(error.event(self._exchange.request_id)))
                     else:
+                        writer.close()  # it must not begin an answer of its own while this one is written
                         await error.response(self._exchange.request_id)(scope, receive, send)
                 finally:
                     writer.close()

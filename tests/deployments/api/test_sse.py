@@ -7,8 +7,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from deployments.api.request_context import RequestContext
 from deployments.api.sse import EventStream
 from deployments.config.sections import StreamArgs
+from deployments.errors import ApiError
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -36,3 +38,23 @@ async def test_what_is_made_as_the_connection_takes_the_rest_is_sent(turns: int)
     answer = EventStream(produce, context=Mock(), settings=StreamArgs(), observer=Mock())
     await asyncio.wait_for(answer({"type": "http"}, receive, send), 10)
     assert b"".join(sent) == b"firstlast"
+
+
+async def test_a_failure_that_is_written_slowly_gets_no_second_status_line() -> None:
+    """The connection is full as the error comes, and the time until the first status line passes meanwhile."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        await asyncio.sleep(0.05)
+
+    async def produce(write: Callable[[bytes], None]) -> None:
+        raise ApiError("overloaded", "Planted.")
+
+    settings = StreamArgs(header_after_s=0.01)
+    answer = EventStream(produce, context=RequestContext(request_id="r"), settings=settings, observer=Mock())
+    await answer({"type": "http"}, receive, send)
+    assert [message.get("status") for message in sent] == [429, None]
