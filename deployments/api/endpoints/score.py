@@ -135,13 +135,13 @@ def _pair_spec(
     if template is None and body.instruction is not None:
         raise invalid("instruction", "absent: the model's head reads the two texts alone", describe(body.instruction))
     maximum = body.truncate_prompt_tokens
-    capped = body.max_tokens_per_doc is not None or maximum is not None
+    capped = bool(body.max_tokens_per_doc) or maximum is not None
     values = {"query": query, "instruction": body.instruction, "system": None}
     return PromptSpec(
         truncate="item" if capped else handler.settings.truncation,
         truncation_side=body.truncation_side or "right",
-        max_item_tokens=body.max_tokens_per_doc,
-        max_query_tokens=body.max_tokens_per_query,
+        max_item_tokens=body.max_tokens_per_doc or None,
+        max_query_tokens=body.max_tokens_per_query or None,
         max_row_tokens=None if maximum == -1 else maximum,
         template=None if template is None else fill(template, values),
         names=FieldNames(sides.second, "max_tokens_per_doc", "max_tokens_per_query", sides.first),

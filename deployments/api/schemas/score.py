@@ -6,8 +6,8 @@ from pydantic import BaseModel, ConfigDict, RootModel
 
 from deployments.api.schemas.chat import Conversations, TemplateValues
 from deployments.api.schemas.fields import (
-    AtLeastOne,
     Body,
+    Count,
     Name,
     Priority,
     Salt,
@@ -54,8 +54,8 @@ class ScoreBody(Body):
     activation: bool | None = None
     truncate_prompt_tokens: TruncateTokens | None = None
     truncation_side: Literal["left", "right"] | None = None
-    max_tokens_per_doc: AtLeastOne | None = None
-    max_tokens_per_query: AtLeastOne | None = None
+    max_tokens_per_doc: Count | None = None
+    max_tokens_per_query: Count | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
 

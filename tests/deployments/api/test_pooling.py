@@ -230,6 +230,14 @@ async def test_tokens_of_all_pairs_are_bounded_together(client_of: Any, backend:
     assert found.json()["error"]["code"] == "request_too_large"
 
 
+async def test_a_cut_to_no_tokens_is_none(client: Any, backend: Any) -> None:
+    backend.head = CROSS
+    pair = {"text_1": "query", "text_2": "document"}
+    whole = await ask(client, "/score", **pair)
+    uncut = await ask(client, "/score", **pair, max_tokens_per_doc=0, max_tokens_per_query=0)
+    assert uncut["data"] == whole["data"]
+
+
 async def test_a_language_model_scores_pairs_by_its_prompt(client_of: Any, backend: Any, label_logprob: Any) -> None:
     spec = TemplateSpec(prefix="{{ query }}|", suffix="?", labels=("y", "n"))
     client = client_of(ApiSettings(templates={"ask": spec}, rerank=RerankArgs(template="ask")))
