@@ -40,7 +40,7 @@ async def embeddings(handler: RequestHandler, context: RequestContext) -> Respon
         raise invalid("normalize", "absent beside another `use_activation`", "both")
     normalise = normalise if body.normalize is None else body.normalize
     check_dimensions(head, embedding, body.dimensions)
-    field, items = await read_inputs(handler, context, body, prompt_text(embedding, body.prompt_name))
+    field, items = await read_inputs(handler, context, body, prompt_text(embedding, body.prompt_name, body.input))
     found = await pool_items(served, head, items, input_spec(body, field))
     _check(handler, context, found, field)
     cut = vectors(embedding, found.reply.values, body.dimensions, normalise)
@@ -62,7 +62,7 @@ async def embed(handler: RequestHandler, context: RequestContext) -> Response:
     served = ServedRequest(handler, context, card, new_id("embd-"), body.cache_salt, body.priority)
     embedding = embedding_of(head)
     check_dimensions(head, embedding, body.dimensions)
-    items = with_prompt(body.inputs, prompt_text(embedding, body.prompt_name))
+    items = with_prompt(body.inputs, prompt_text(embedding, body.prompt_name, body.inputs))
     spec = text_spec("inputs", cut=bool(body.truncate), cut_field="truncate", side=body.truncation_direction or "right")
     found = await pool_items(served, head, items, spec)
     _check(handler, context, found, "inputs")

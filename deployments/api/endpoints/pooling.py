@@ -45,7 +45,7 @@ async def pooling(handler: RequestHandler, context: RequestContext) -> Response:
     _check_fields(body, head)
     prompt = ""
     if head.embedding is not None:
-        prompt = prompt_text(head.embedding, body.prompt_name)
+        prompt = prompt_text(head.embedding, body.prompt_name, body.input)
         check_dimensions(head, head.embedding, body.dimensions)
     mark = _mark(handler, body, head)
     field, items = await read_inputs(handler, context, body, prompt)

@@ -63,12 +63,19 @@ def with_prompt(items: Items, prompt: str) -> Items:
     return [prompt + item for item in items if isinstance(item, str)] if prompt and isinstance(items[0], str) else items
 
 
-def prompt_text(embedding: EmbeddingInfo, name: str | None) -> str:
+def prompt_text(embedding: EmbeddingInfo, name: str | None, items: Items | None) -> str:
     """Returns the text of the prompt that a request names, or of the model's default one; "" for none.
 
+    Args:
+        embedding: Describes the vectors.
+        name: The request's `prompt_name`.
+        items: The inputs; None for messages.
+
     Raises:
-        ApiError: The model has no prompt of this name.
+        ApiError: The model has no prompt of this name, or the inputs are no texts, before which one is written.
     """
+    if name is not None and (items is None or not isinstance(items[0], str)):
+        raise invalid("prompt_name", "absent where the input is not text", "a name")
     texts = dict(embedding.prompts)
     name = embedding.default_prompt if name is None else name
     if name is not None and name not in texts:

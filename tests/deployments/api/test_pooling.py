@@ -25,6 +25,7 @@ PROMPTS = EmbeddingInfo(dimensions=(2,), prompts=(("query", "find: "),))
 VECTORS = HeadInfo(HeadKind.POOLED, 4, (), embedding=PROMPTS, whole_rows=True)
 THREE = STEPS._replace(width=3, labels=("bad", "so-so", "good"))
 TAG = ord("#")
+SAID = {"role": "user", "content": "a"}
 BOTH = {"input": "a", "normalize": True, "use_activation": False}
 ITEMS = {"query": "a", "items": ["b"], "label_token_ids": [1]}
 
@@ -262,6 +263,9 @@ async def test_a_language_model_scores_pairs_by_its_prompt(client_of: Any, backe
         (VECTORS, "/pooling", {"input": "a", "aggregate": "min"}, (422, "invalid_value", "aggregate")),
         (VECTORS, "/v1/embeddings", {"input": "a", "dimensions": 3}, (422, "invalid_value", "dimensions")),
         (VECTORS, "/v1/embeddings", {"input": "a", "prompt_name": "x"}, (422, "invalid_value", "prompt_name")),
+        (VECTORS, "/v1/embeddings", {"input": [1], "prompt_name": "query"}, (422, "invalid_value", "prompt_name")),
+        (VECTORS, "/pooling", {"messages": [SAID], "prompt_name": "query"}, (422, "invalid_value", "prompt_name")),
+        (VECTORS, "/embed", {"inputs": [[1]], "prompt_name": "query"}, (422, "invalid_value", "prompt_name")),
         (VECTORS, "/v1/embeddings", BOTH, (422, "invalid_value", "normalize")),
         (REWARD, "/v1/embeddings", {"input": "a"}, (404, "not_found", None)),
         (VECTORS, "/classify", {"input": "a"}, (404, "not_found", None)),
