@@ -18,7 +18,7 @@ from deployments.errors import describe, invalid
 from deployments.protocol import ModelCard
 
 VOYAGE_ROUTE = "/v1/rerank"
-VOYAGE_FIELDS = frozenset(("top_k", "truncation"))
+VOYAGE_FIELDS = ("top_k", "truncation")
 PINECONE_HEADER = "x-pinecone-api-version"
 
 
@@ -29,10 +29,11 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
         return await rank(handler, context, _of_pinecone(body), _pinecone_answer)
     if body.parameters is not None and (body.parameters.model_fields_set or body.parameters.model_extra):
         raise invalid("parameters", f"absent without the header {PINECONE_HEADER}", "an object")
-    if body.model_fields_set.isdisjoint(VOYAGE_FIELDS):
+    given = [name for name in VOYAGE_FIELDS if getattr(body, name) is not None]
+    if not given:
         return await rank(handler, context, body, answer)
     if context.route != VOYAGE_ROUTE:
-        name = min(body.model_fields_set & VOYAGE_FIELDS)
+        name = given[0]
         raise invalid(name, f"absent here: it is a field of {VOYAGE_ROUTE}", describe(getattr(body, name)))
     return await rank(handler, context, _of_voyage(body), _voyage_answer)
 
@@ -70,7 +71,7 @@ def _of_voyage(body: RerankRequest) -> RerankRequest:
 
 
 def _of_pinecone(body: RerankRequest) -> RerankRequest:
-    for name in ("texts", "truncate", "messages", *sorted(VOYAGE_FIELDS)):
+    for name in ("texts", "truncate", "messages", *VOYAGE_FIELDS):
         if getattr(body, name) is not None:
             raise invalid(name, f"absent beside the header {PINECONE_HEADER}", describe(getattr(body, name)))
     truncate = None if body.parameters is None or body.parameters.truncate is None else body.parameters.truncate

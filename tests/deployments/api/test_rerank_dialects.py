@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from deployments.api.schemas.rerank import RerankResponse
 from deployments.api.schemas.rerank_dialects import (
     IsaacusResponse,
     MixedbreadResponse,
@@ -49,6 +50,13 @@ async def test_voyage_is_known_by_its_fields(client: Any, ranking: Any) -> None:
     body = {"query": "q", "documents": DOCS, "top_k": 1, "return_documents": True}
     found = VoyageResponse.model_validate_json(await answered(client, "/v1/rerank", body), strict=True)
     assert found.data[0].document == DOCS[ranking[0][0]]
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+async def test_null_is_no_field_of_voyage(client: Any, ranking: Any, path: str) -> None:
+    body = {"query": "q", "documents": DOCS, "top_n": 2, "top_k": None, "truncation": None}
+    found = RerankResponse.model_validate_json(await answered(client, path, body), strict=True)
+    assert [(one.index, one.relevance_score) for one in found.results] == ranking[:2]
 
 
 async def test_mixedbread_has_its_path(client: Any, ranking: Any) -> None:
