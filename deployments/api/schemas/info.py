@@ -22,6 +22,7 @@ class ModelFacts(BaseModel):
 
     vocab_size: int
     revision: str | None
+    weights_digest: str
     head: HeadFacts
     templates: list[str]
     prompt_source: str | None

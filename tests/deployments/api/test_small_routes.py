@@ -31,6 +31,7 @@ CODES = {"max_choices": 52, "max_levels": 52}  # as many as the byte tokenizer h
 async def test_models_shows_the_card_and_every_limit(client: Any) -> None:
     found = await client.get("/v1/models")
     [model] = ModelList.model_validate_json(found.content, strict=True).data
+    assert model.assay.model_dump() == found.json()["data"][0]["assay"]  # the schema names every field
     assert (model.id, model.root, model.max_model_len, model.assay.vocab_size) == ("toy", "toy", 4096, 300)
     assert model.assay.limits == Limits().flat() | CODES and model.assay.sampling_defaults["temperature"] == 1.0
     one = ModelObject.model_validate_json((await client.get("/v1/models/toy")).content, strict=True)
