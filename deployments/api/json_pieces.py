@@ -76,7 +76,7 @@ class _Reader:
     def __init__(self, data: bytes, limits: JsonLimits, parse: Callable[[bytes], Any]) -> None:
         self._data = data
         self._parser = parse
-        places, depths = [np.zeros(0, np.intp)], [np.zeros(0, np.int8)]
+        places, depths = [np.zeros(0, np.intp)], [np.zeros(0, np.int16)]
         start = depth = values = containers = 0
         quoted = False
         while start < len(data):
@@ -104,7 +104,7 @@ class _Reader:
                 named = "lists, objects and names of fields"
                 raise TooManyValues(f"{limits.containers} {named} (`limits.max_json_containers`)")
             places.append(marks[commas] + start)
-            depths.append(levels[commas].clip(-1, 127).astype(np.int8))
+            depths.append(levels[commas].clip(-1, 32767).astype(np.int16))
             start += len(piece)
         self._places, self._depths = np.concatenate(places), np.concatenate(depths)
 

@@ -94,6 +94,15 @@ def test_limits_are_counted_before_anything_is_made(data: bytes, error: type[Exc
     assert read(data, deeper, at_once) == from_json(data)
 
 
+@pytest.mark.parametrize("depth", [126, 127, 128, 129, 190])
+def test_deep_lists_are_cut_at_their_own_commas(depth: int) -> None:
+    """A server may allow more levels than a byte counts."""
+    data = b"[0," * depth + b"0,1" + b"]" * depth
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_pieces, "PIECE_BYTES", 4)
+        assert read(data, JsonLimits(depth=200, values=1000, containers=1000), at_once) == from_json(data)
+
+
 def test_an_error_tells_its_place_and_no_text() -> None:
     data = b'{"items": [' + b'"secret", ' * 20_000 + b'"a" "b"' + b', "secret"' * 20_000 + b"]}"
     with pytest.raises(ValueError, match=r"expected `,` or `]`.*, in bytes \d+ to \d+") as caught:
