@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 
 from deployments.config.sections import DeadlineArgs
-from deployments.config.settings import ApiSettings
+from deployments.config.settings import ApiSettings, ChatSettings
 from deployments.errors import ApiError
+from engine.model.heads.info import HeadInfo, HeadKind
 from engine.requests import ScoreRequest
+from scoring.prompts.chat_template import ChatTemplate
 from tests.deployments.replicas import settled
 
 MakeFleet = Callable[..., Any]
@@ -117,3 +120,27 @@ async def test_a_task_that_comes_too_late_is_not_sent(make_fleet: MakeFleet) -> 
     with pytest.raises(ApiError) as late:
         await fleet.dispatch.score(task)
     assert (late.value.code, fleet.handle.calls) == ("deadline_exceeded", 0)
+
+
+@pytest.mark.parametrize("path", ["/score", "/generative_scoring"])
+async def test_conversations_are_written_within_the_time_of_scoring(
+    client_of: Callable[..., Any], backend: Any, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    parts, written = ChatTemplate.parts, []
+
+    def slow(template: ChatTemplate, messages: Any, **options: Any) -> Any:
+        written.append(messages)
+        time.sleep(0.05)
+        return parts(template, messages, **options)
+
+    chat = ChatSettings(template="{{ messages[0].content }}")
+    client = client_of(ApiSettings(chat=chat, deadlines=DeadlineArgs(scoring_s=0.2, generation_s=60)))
+    monkeypatch.setattr(ChatTemplate, "parts", slow)
+    body: dict[str, Any] = {"messages": [[{"role": "user", "content": "a"}]] * 20}
+    if path == "/score":
+        backend.head = HeadInfo(HeadKind.SEQUENCE, 1, ("reward",))
+    else:
+        body["label_token_ids"] = [65, 66]
+    found = await client.post(path, body)
+    assert (found.status_code, found.json()["error"]["code"]) == (408, "deadline_exceeded")
+    assert len(written) < 10

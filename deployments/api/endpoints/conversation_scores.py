@@ -55,7 +55,8 @@ async def score_conversations(
     head = conversation_head(handler, served.card)
     prompting = bool(options.add_generation_prompt)  # a head judges what was said
     options = options.model_copy(update={"add_generation_prompt": prompting})
-    items = [await chat_ids(handler, served.context, options, messages) for messages in conversations]
+    limit_s = handler.settings.deadlines.scoring_s
+    items = [await chat_ids(handler, served.context, options, messages, limit_s) for messages in conversations]
     found = await pool_items(served, head, items, input_spec(options, field))
     scores = pooled_items(found.rows, found.reply.values, found.reply.status, found.reply.cached, "none")
     check_items(scores.errors, field)

@@ -127,7 +127,8 @@ async def _with_conversations(
         raise invalid("template", f"{known}, beside `messages`", "another name")
     answer, own = (guard.answer, guard.labels) if guard is not None and body.template is not None else ("", None)
     conversations = [given] if isinstance(given[0], Message) else given
-    items = [await chat_ids(handler, context, body, messages, answer) for messages in conversations]
+    limit_s = handler.settings.deadlines.scoring_s
+    items = [await chat_ids(handler, context, body, messages, limit_s, answer) for messages in conversations]
     found: dict[str, Any] = {"query": [], "items": items}
     if own is not None and body.labels is None and body.label_token_ids is None and body.continuations is None:
         ids = await handler.off_loop(0, label_ids, handler.tokenizer, own, answer)

@@ -55,7 +55,8 @@ async def read_inputs(
         return "input", with_prompt(body.input, prompt)
     prompting = bool(body.add_generation_prompt)  # a head judges what was said: no turn is opened unless it is wanted
     body = body.model_copy(update={"add_generation_prompt": prompting})
-    return "messages", [await chat_ids(handler, context, body, body.messages or [])]
+    limit_s = handler.settings.deadlines.scoring_s
+    return "messages", [await chat_ids(handler, context, body, body.messages or [], limit_s)]
 
 
 def with_prompt(items: Items, prompt: str) -> Items:

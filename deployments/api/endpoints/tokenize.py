@@ -51,7 +51,8 @@ async def _prompt_ids(handler: RequestHandler, body: TokenizeRequest) -> list[in
 async def _message_ids(handler: RequestHandler, context: RequestContext, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         raise invalid("messages", "absent with `prompt`", "both")
-    return await chat_ids(handler, context, body, body.messages or [], limit=LIMIT)
+    limit_s = handler.settings.deadlines.generation_s
+    return await chat_ids(handler, context, body, body.messages or [], limit_s, limit=LIMIT)
 
 
 async def detokenize(handler: RequestHandler, context: RequestContext) -> Response:

@@ -46,7 +46,7 @@ async def plan_chat(
     params = number_params(handler, body, limit, logprobs, options)
     params.validate(card.vocab_size, handler.settings.limits.sampling)
     check_rows(handler, 1, params)
-    prompt = await chat_ids(handler, context, body, body.messages)
+    prompt = await chat_ids(handler, context, body, body.messages, handler.settings.deadlines.generation_s)
     new = 1 if max_tokens is None else options.new_tokens(params)
     prompts = cut_prompts(body, [prompt], card.max_model_len - new)
     if max_tokens is None:
@@ -60,6 +60,7 @@ async def chat_ids(
     context: RequestContext,
     body: ChatRequest | TokenizeRequest | PoolingInput | ScoringRequest,
     messages: Sequence[Message],
+    limit_s: float,
     answer: str = "",
     limit: str = "max_request_tokens",
 ) -> list[int]:
@@ -70,10 +71,11 @@ async def chat_ids(
         context: The HTTP request.
         body: Says how the messages are rendered.
         messages: The conversation.
+        limit_s: The route's deadline.
         answer: Text with which the answer begins.
 
     Raises:
-        ApiError: There is no chat template, or a field is wrong.
+        ApiError: There is no chat template, a field is wrong, or the deadline passed.
         ScoringError: The chat template refuses the messages.
         TooManyTokens: The messages have more than the limit.
     """
@@ -95,7 +97,7 @@ async def chat_ids(
         special, maximum = bool(body.add_special_tokens), handler.limits[limit]
         return encode_parts(handler.tokenizer, parts, add_special_tokens=special, max_tokens=maximum)
 
-    with handler.deadline(context, handler.settings.deadlines.generation_s), handler.stage("tokenize"):
+    with handler.deadline(context, limit_s), handler.stage("tokenize"):
         ids = await handler.in_thread(encode)
     if not ids:
         raise invalid("messages", "such that the chat template writes something", "messages without text")
