@@ -280,15 +280,16 @@ def continuation_scores(
         return None
     weights = np.exp(scaled - best)
     weights /= weights.sum()
+    finite = [np.maximum(values.astype(np.float64), MIN_LOGPROB) for values in logprobs]
     return [
         ContinuationScore(
-            logprob=max(float(total), MIN_LOGPROB),
+            logprob=float(values.sum()),
             token_ids=ids,
-            token_logprobs=np.maximum(values.astype(np.float64), MIN_LOGPROB).tolist(),
+            token_logprobs=values.tolist(),
             is_greedy=bool(best_everywhere.all()),
             weight=float(weight),
         )
-        for total, ids, values, best_everywhere, weight in zip(sums, tokens, logprobs, greedy, weights, strict=True)
+        for ids, values, best_everywhere, weight in zip(tokens, finite, greedy, weights, strict=True)
     ]
 
 

@@ -183,6 +183,16 @@ def test_weights_are_the_softmax_of_the_normalised_sums() -> None:
         assert [one.token_ids for one in found] == ids
 
 
+def test_a_long_unlikely_text_has_the_sum_of_its_tokens() -> None:
+    """Only a token is clamped: 1,024 tokens at -12 are less likely than 1,000 of them."""
+    values = reported([-12.0] * 1024, [-12.0] * 1000, [-np.inf, -1.0])
+    yes = [np.ones(len(row), np.bool_) for row in values]
+    found = continuation_scores(values, yes, [[1] * len(row) for row in values], [1] * 3)
+    assert found is not None
+    assert [one.logprob for one in found] == [-12288.0, -12000.0, -10000.0]
+    assert [one.logprob for one in found] == [sum(one.token_logprobs) for one in found]
+
+
 def test_bytes_of_token_ids_are_refused() -> None:
     with pytest.raises(ScoringError) as error:
         normalization_lengths("bytes", [[1], [2]], [[1], [2]])
