@@ -93,15 +93,16 @@ def relevance(odds: Float64s) -> Float64s:
     return sigmoid(odds)
 
 
-def ranked(scores: Float64s, top_n: int | None, failed: Collection[int] = ()) -> list[Ranked]:
-    """Orders documents by score, best first, equal ones in the request's order.
+def ranked(scores: Float64s, raw: Float64s, top_n: int | None, failed: Collection[int] = ()) -> list[Ranked]:
+    """Orders documents by raw score, best first, equal ones in the request's order.
 
     Args:
         scores: The score of each document, [N].
+        raw: The same before its activation, [N]: a sigmoid gives 1 to all that are large.
         top_n: How many to return; None and 0 mean all.
         failed: Documents without a score, which are left out.
     """
-    order = np.argsort(-scores, kind="stable")
+    order = np.argsort(-raw, kind="stable")
     if failed:
         order = order[~np.isin(order, list(failed))]
     if top_n:

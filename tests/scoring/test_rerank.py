@@ -13,9 +13,10 @@ from scoring.rerank import Ranked, document_text, log_odds, ranked, relevance, r
 
 def test_the_order_is_by_score_and_then_by_place() -> None:
     scores = np.array([0.5, 0.9, 0.5, 0.1, 0.9])
-    assert ranked(scores, None) == [Ranked(1, 0.9), Ranked(4, 0.9), Ranked(0, 0.5), Ranked(2, 0.5), Ranked(3, 0.1)]
-    assert ranked(scores, 0) == ranked(scores, 17) == ranked(scores, None)
-    assert ranked(scores, 2) == [Ranked(1, 0.9), Ranked(4, 0.9)]
+    whole = [Ranked(1, 0.9), Ranked(4, 0.9), Ranked(0, 0.5), Ranked(2, 0.5), Ranked(3, 0.1)]
+    assert ranked(scores, scores, None) == whole
+    assert ranked(scores, scores, 0) == ranked(scores, scores, 17) == whole
+    assert ranked(scores, scores, 2) == whole[:2]
 
 
 def test_relevance_is_the_share_of_yes_and_its_raw_form_the_log_odds() -> None:

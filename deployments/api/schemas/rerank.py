@@ -173,7 +173,7 @@ class Failures(BaseModel):
 
 
 class RerankResponse(Failures):
-    """Lists the documents, best first, equal scores in the request's order."""
+    """Lists the documents, best first, equal raw scores in the request's order."""
 
     id: str
     object: Literal["rerank"]

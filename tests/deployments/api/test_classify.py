@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deployments.api.schemas.classify import ClassifyResponse
@@ -214,6 +215,20 @@ async def test_one_number_ranks_documents(client_of: Any, backend: Any, label_lo
     texts = (await client.post("/rerank", {"query": "q", "texts": documents, "raw_scores": True})).json()
     assert [one["score"] for one in texts] == pytest.approx([raw[index] for index in best], abs=1e-6)
     assert not backend.score_tasks
+
+
+async def test_large_numbers_are_ranked_although_the_sigmoid_of_each_is_1(
+    client_of: Any, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend.head, scripted = REWARD, backend.pooling
+
+    async def large(*given: Any, **options: Any) -> Any:
+        return (await scripted(*given, **options))._replace(values=np.array([[40], [60], [50]], np.float32))
+
+    monkeypatch.setattr(backend, "pooling", large)
+    body = {"query": "q", "documents": ["a", "b", "c"], "top_n": 2}
+    found = (await ask(client_of).post("/v1/rerank", body)).json()["results"]
+    assert [(one["index"], one["relevance_score"]) for one in found] == [(1, 1.0), (2, 1.0)]
 
 
 async def test_ranking_needs_one_number_and_a_template(client: Any, client_of: Any, backend: Any) -> None:
