@@ -501,7 +501,8 @@ class PairRowBuilder(RowBuilder):
         parts: dict[int, list[int]] = {}
         truncated, segments = [0] * len(texts), []
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False, plain=True)
-        self.check_total(len(texts) * min(len(self.query) + frame.size, room) + sum(map(len, encoded)))
+        most = room if spec.max_item_tokens is None else spec.max_item_tokens
+        self.check_total(sum(frame.size + min(len(self.query) + min(len(item), most), room) for item in encoded))
         for index, item in enumerate(encoded):
             if index in self.errors:
                 continue

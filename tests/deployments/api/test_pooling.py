@@ -239,6 +239,17 @@ async def test_a_cut_to_no_tokens_is_none(client: Any, backend: Any) -> None:
     assert uncut["data"] == whole["data"]
 
 
+@pytest.mark.parametrize("caps", [{}, {"max_tokens_per_doc": 6}, {"truncate_prompt_tokens": 11}])
+async def test_tokens_of_pairs_are_counted_after_they_are_cut(
+    client_of: Any, backend: Any, caps: dict[str, int]
+) -> None:
+    client = client_of(ApiSettings(limits=Limits(wire=WireLimits(max_request_tokens=22))))
+    backend.head, backend.max_model_len = CROSS, 99 if caps else 11
+    found = await ask(client, "/score", text_1="ab", text_2=["c" * 50] * 2, **caps)
+    assert found["usage"]["prompt_tokens"] == 22
+    assert (await client.post("/score", {"text_1": "ab", "text_2": ["c" * 50] * 3, **caps})).status_code == 413
+
+
 async def test_a_language_model_scores_pairs_by_its_prompt(client_of: Any, backend: Any, label_logprob: Any) -> None:
     spec = TemplateSpec(prefix="{{ query }}|", suffix="?", labels=("y", "n"))
     client = client_of(ApiSettings(templates={"ask": spec}, rerank=RerankArgs(template="ask")))
