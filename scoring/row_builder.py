@@ -497,6 +497,8 @@ class PairRowBuilder(RowBuilder):
         """Builds one row for each item. See `RowBuilder.build`."""
         spec, frame = self.spec, self.frame
         room = self.max_row_tokens - frame.size
+        if room < 0 or (spec.truncate == "error" and len(self.query) > room):
+            raise self._query_too_long(len(self.query) + frame.size)
         texts = [item for item in self.items if isinstance(item, str)]
         parts: dict[int, list[int]] = {}
         truncated, segments = [0] * len(texts), []

@@ -60,12 +60,13 @@ async def _rows(served: ServedRequest, head: HeadInfo, texts: list[list[str]], s
         raise invalid(
             "inputs", "single texts, since the model is no encoder: nothing says how it reads pairs", "a pair"
         )
-    pair = PromptSpec(pairs=True, truncate=single.truncate, truncation_side=single.truncation_side, names=single.names)
+    pair = PromptSpec(pairs=True, truncate=single.truncate, truncation_side=single.truncation_side)
+    names = single.names._replace(query_tokens=single.names.item_tokens)
     parts = [
-        await tokenize_rows(served, one[0], [one[1]], pair)
+        await tokenize_rows(served, one[0], [one[1]], pair._replace(names=names._replace(query=f"inputs[{index}]")))
         if len(one) == 2
         else await tokenize_rows(served, "", one, single)
-        for one in texts
+        for index, one in enumerate(texts)
     ]
     return _with_segments(parts)
 

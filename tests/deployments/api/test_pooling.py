@@ -174,6 +174,25 @@ async def test_a_pair_that_is_too_long_is_named_by_its_place(client_of: Any, bac
         assert "`text_2[1]` must be at most 7 tokens" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/score", {"text_1": "a", "text_2": "long enough", "truncate_prompt_tokens": 2}, "text_1"),
+        ("/rerank", {"query": "long enough", "texts": ["a"], "truncate": False}, "query"),
+        ("/predict", {"inputs": [["a", "b"], ["long enough", "a"]]}, "inputs[1]"),
+    ],
+)
+async def test_a_pair_without_room_for_its_first_text_is_refused(
+    client: Any, backend: Any, path: str, body: dict[str, Any], field: str
+) -> None:
+    backend.head, backend.max_model_len = CROSS, 11
+    found = await client.post(path, body)
+    error = found.json()["error"]
+    assert (found.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
+    assert f"`{field}` must leave room in " in error["message"]
+    assert not backend.pooling_tasks
+
+
 async def test_vectors_score_pairs_by_their_cosine(client: Any, backend: Any, label_logprob: Any) -> None:
     backend.head = VECTORS
     query = np.array(numbers(label_logprob, text_ids("find: q"), 4))
