@@ -21,7 +21,7 @@ from deployments.api.schemas.embeddings import PredictRequest
 from deployments.errors import invalid
 from engine.model.heads.info import HeadInfo, HeadKind
 from scoring.activation import default_activation, pooled_items
-from scoring.row_builder import PromptSpec, ScoringRows, joined, unshared
+from scoring.row_builder import PromptSpec, ScoringRows, check_tokens, joined, unshared
 
 
 async def predict(handler: RequestHandler, context: RequestContext) -> Response:
@@ -68,7 +68,9 @@ async def _rows(served: ServedRequest, head: HeadInfo, texts: list[list[str]], s
         else await tokenize_rows(served, "", one, single)
         for index, one in enumerate(texts)
     ]
-    return _with_segments(parts)
+    rows = _with_segments(parts)
+    check_tokens(len(rows.ids), served.handler.limits["max_request_tokens"], "inputs")
+    return rows
 
 
 def _with_segments(parts: list[ScoringRows]) -> ScoringRows:

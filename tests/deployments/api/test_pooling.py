@@ -258,6 +258,13 @@ async def test_a_cut_to_no_tokens_is_none(client: Any, backend: Any) -> None:
     assert uncut["data"] == whole["data"]
 
 
+async def test_tokens_of_all_predicted_pairs_are_bounded_together(client_of: Any, backend: Any) -> None:
+    client = client_of(ApiSettings(limits=Limits(wire=WireLimits(max_request_tokens=60))))
+    backend.head = CROSS
+    assert await ask(client, "/predict", inputs=[["ab", "cd"]] * 8)
+    assert await refusal(client, "/predict", inputs=[["ab", "cd"]] * 9) == (413, "request_too_large", "inputs")
+
+
 @pytest.mark.parametrize("caps", [{}, {"max_tokens_per_doc": 6}, {"truncate_prompt_tokens": 11}])
 async def test_tokens_of_pairs_are_counted_after_they_are_cut(
     client_of: Any, backend: Any, caps: dict[str, int]
