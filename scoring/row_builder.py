@@ -323,11 +323,11 @@ class ConcatRowBuilder(RowBuilder):
         for index, item in enumerate(items):
             if index in self.errors:
                 continue
-            if len(item) > budget and spec.truncate == "error":
+            kept = item if spec.truncate == "error" else self._cut_item(index, item, budget)
+            if len(kept) > budget:  # as the special tokens alone may be
                 field = spec.names.item_tokens if budget < room else "the model's context"
                 self.fail_too_long(index, len(item), budget, field)
                 continue
-            kept = self._cut_item(index, item, budget)
             if not kept and not self.query:
                 self.fail_empty(index)
                 continue

@@ -114,6 +114,14 @@ def test_max_query_tokens_cuts_the_query_and_nothing_else_does(tokens: Any) -> N
         build(tokens, query=" a" * 18, items=["x"], seam="joint")
 
 
+def test_an_item_whose_special_tokens_do_not_fit_fails(tokens: Any) -> None:
+    rows = build(tokens, query=" a" * 17, items=[" b", ""], item_first=True)
+    assert not rows.items and {error.code for error in rows.errors.values()} == {ScoreCode.CONTEXT_LENGTH_EXCEEDED}
+    assert "`items[0]` must be at most 0 tokens (the model's context). Given: 2." in rows.errors[0].message
+    rows = build(tokens, query=" a" * 17, items=[" b"], item_first=True, add_special_tokens=False)
+    assert rows_of(rows) == {0: tokens.encode_spans(" a" * 17).ids}
+
+
 def test_truncate_error_fails_the_item_and_not_its_neighbours(tokens: Any) -> None:
     for seam in ("concat", "joint"):
         rows = build(tokens, query="q", items=[" a" * 17, " a"], truncate="error", seam=seam)
