@@ -199,7 +199,8 @@ def _problem(row: _Row, limits: PromptLimits) -> ItemError | None:
             f"`items[{row.item}]` and each continuation must have a token each when tokenised as one text. "
             "Given: one without. Use the concat seam.",
         )
-    return None
+    wrong = token_id_problem(f"items[{row.item}]", row.continuation, limits.vocab_size, text=True)
+    return None if wrong is None else ItemError(ScoreCode.INVALID_TOKEN_ID, wrong)
 
 
 def _pack(

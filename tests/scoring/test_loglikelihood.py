@@ -120,6 +120,15 @@ def test_a_bad_request_is_refused_by_field(tokens: Any, lists: Any, spec: Any, c
     assert (error.value.code, error.value.field) == (code, field)
 
 
+def test_a_joined_token_that_the_model_lacks_fails_its_item_only(tokens: Any) -> None:
+    tokens.encode_batch(["it", "is?", "self", "itself"], add_special_tokens=False)
+    limits = BOUNDS._replace(vocab_size=tokens.id("itself"))
+    rows = build(tokens, ["self"], limits=limits, query="", items=["it", "is?"], seam="joint")
+    assert list(rows.errors) == [0] and rows.errors[0].code is ScoreCode.INVALID_TOKEN_ID
+    assert rows.errors[0].message.startswith("`items[0]` must be text without the tokens that the model lacks")
+    assert rows.items == [1]
+
+
 def test_costs_are_counted_before_rows_are_sent(tokens: Any) -> None:
     limits = BOUNDS._replace(max_request_tokens=30)
     build(tokens, [[5]] * 9, limits=limits, query=[1] * 6, items=[[2], [3]])
