@@ -241,11 +241,11 @@ class RowBuilder:
         """Raises ScoringError if the rows have too many tokens together."""
         check_tokens(given, self.limits.max_request_tokens, self.spec.names.items)
 
-    def _take_out(self, head: list[int], parts: dict[int, list[int]]) -> None:
+    def _take_out(self, parts: dict[int, list[int]]) -> None:
         """Takes out the rows with ids of a text that the model lacks. Raises ScoringError if the query has them."""
         vocab_size = self.limits.vocab_size
         name = self.spec.names.query
-        problem = token_id_problem(name, head, vocab_size, text=True)
+        problem = token_id_problem(name, self.query, vocab_size, text=True)
         if problem:
             raise ScoringError(ScoreCode.INVALID_TOKEN_ID, problem, name)
         for index, part in tuple(parts.items()):
@@ -276,7 +276,7 @@ class RowBuilder:
         starts = offsets([len(tail) + len(row) - skip for row in rows])
         ids = np.fromiter(chain.from_iterable(tail + row[skip:] for row in rows), np.int32, int(starts[-1]))
         if self._lacks(ids) or self._lacks(prefix):
-            self._take_out(head, parts)
+            self._take_out(parts)
             return self.pack(head, parts, truncated)
         return ScoringRows(prefix, ids, starts, list(parts), truncated, self.errors, suffix, self.texts)
 

@@ -200,13 +200,15 @@ def test_a_refusal_allocates_nothing_a_row(first: bool) -> None:
 
 def test_ids_of_a_text_that_the_model_lacks_are_the_errors_of_their_items(tokens: Any) -> None:
     """A tokenizer may have more ids than the model."""
-    lacks = max(tokens.encode_batch(["a cat", "zebra"], add_special_tokens=False)[1])
+    lacks = max(tokens.encode_batch(["a cat?", "zebra"], add_special_tokens=False)[1])
     limits = BOUNDS._replace(vocab_size=lacks)
     rows = build(tokens, limits, query="a", items=["a cat", "zebra", "a"], add_special_tokens=False)
     assert rows.items == [0, 2] and list(rows.errors) == [1]
     error = rows.errors[1]
     assert error.code is ScoreCode.INVALID_TOKEN_ID
     assert error.message.startswith("`items[1]` must be text") and f"gives it id {lacks}" in error.message
-    with pytest.raises(ScoringError) as raised:
-        build(tokens, limits, query="zebra", items=["a"], add_special_tokens=False)
-    assert raised.value.field == "query" and f"gives it id {lacks}" in raised.value.message
+    specs: list[dict[str, Any]] = [{}, {"item_first": True}, {"seam": "joint"}, {"seam": "joint", "item_first": True}]
+    for spec in specs:
+        with pytest.raises(ScoringError) as raised:
+            build(tokens, limits, query="zebra", items=["?"], add_special_tokens=False, **spec)
+        assert raised.value.field == "query" and f"gives it id {lacks}" in raised.value.message
