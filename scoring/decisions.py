@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scoring.errors import ScoreCode, ScoringError, refusal
+from scoring.labels import token_id_problem
 from scoring.option_codes import Code, CodeReader, Float64s, Ids, Indices, alphabet, code_reader, prefix_free
 from scoring.prompts.decision_prompts import Entry, Layout, Question
 from scoring.row_builder import Int32s, PromptLimits, check_tokens, offsets
@@ -124,6 +125,7 @@ class DecisionPrompts:
         head = self._head + self.layout.transcript(given) + self.layout.anchor
         [prefix] = self._tokenizer.encode_batch([head], add_special_tokens=self.layout.special, plain=True)
         bodies = self._bodies(questions)
+        self._check_ids(prefix, bodies, limits.vocab_size)
         readers = [self._reader(len(question.options)) for question in questions]
         self._check_size(len(prefix), bodies, readers, limits)
         rows = (
@@ -150,6 +152,14 @@ class DecisionPrompts:
             if ids[:size] != self._anchor:
                 raise refusal(f"questions[{index}].instructions", "be text that begins a token of its own.")
         return [ids[size:] for ids in found]
+
+    @staticmethod
+    def _check_ids(prefix: list[int], bodies: list[list[int]], vocab_size: int) -> None:
+        """Raises ScoringError for a text with ids that the model lacks."""
+        for name, ids in (("input", prefix), *((f"questions[{index}]", body) for index, body in enumerate(bodies))):
+            wrong = token_id_problem(name, ids, vocab_size, text=True)
+            if wrong:
+                raise ScoringError(ScoreCode.INVALID_TOKEN_ID, wrong, name)
 
     @staticmethod
     def _check_size(prefix: int, bodies: list[list[int]], readers: list[CodeReader], limits: PromptLimits) -> None:

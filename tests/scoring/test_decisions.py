@@ -23,7 +23,7 @@ from scoring.row_builder import PromptLimits
 from tests.support.toy_model import ByteTokenizer
 
 ROOM = PromptLimits(
-    vocab_size=9,
+    vocab_size=100_000,
     max_model_len=4096,
     max_request_tokens=100_000,
     max_rows=1000,
@@ -272,6 +272,19 @@ def test_requests_that_are_too_large_are_refused(change: dict[str, Any], code: S
     with pytest.raises(ScoringError) as refusal:
         prompts.plan("x " * 20, [question(), question()], ROOM._replace(**change))
     assert (refusal.value.code, refusal.value.field) == (code, field)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "field"), [("\xff", "is it?", "input"), ("a", "is it \xff?", "questions[1]")]
+)
+def test_a_text_with_a_token_that_the_model_lacks_is_named(given: str, asked: str, field: str) -> None:
+    prompts = DecisionPrompts(TOKENIZERS["bytes"], LAYOUTS["chat"])
+    questions = [question(), question(instructions=asked)]
+    limits = ROOM._replace(vocab_size=max("\xff".encode()))
+    with pytest.raises(ScoringError) as raised:
+        prompts.plan(given, questions, limits)
+    assert (raised.value.code, raised.value.field) == (ScoreCode.INVALID_TOKEN_ID, field)
+    assert raised.value.message.startswith(f"`{field}` must be text without the tokens that the model lacks")
 
 
 def test_a_row_exactly_as_long_as_the_model_passes() -> None:
