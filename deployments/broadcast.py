@@ -47,6 +47,11 @@ async def _answer(result: Any, timeout_s: float, on_answer: OnAnswer | None) -> 
     except TimeoutError as error:
         result.cancel()
         found = error
+    except asyncio.CancelledError as error:
+        own = asyncio.current_task()
+        if own is not None and own.cancelling():
+            raise
+        found = error  # it was the call that was cancelled, by a replica that ends
     except Exception as error:  # what one replica raises is its own entry
         found = error
     if on_answer is not None:

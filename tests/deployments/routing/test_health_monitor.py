@@ -204,7 +204,7 @@ class Late:
     async def get_async(self) -> object:
         if self._answer is None:
             await asyncio.Event().wait()
-        if isinstance(self._answer, Exception):
+        if isinstance(self._answer, BaseException):
             raise self._answer
         return self._answer
 
@@ -243,3 +243,17 @@ async def test_a_replica_that_hangs_takes_no_answer_from_the_others() -> None:
 async def test_without_replicas_a_broadcast_is_empty() -> None:
     gone = Handle(DeploymentUnavailableError(DeploymentID("Replica", "app")))
     assert await broadcast_of(gone)("collect", 1.0) == []
+
+
+async def test_a_replica_that_cancels_its_call_ends_no_round_of_its_callers() -> None:
+    """Serve raises CancelledError for a call that a replica cancels as it ends."""
+    handle = Handle(Late(asyncio.CancelledError()), Late("b"))
+    answers = await broadcast_of(handle)("link_address", 5.0)
+    assert [type(answer) for answer in answers] == [asyncio.CancelledError, str]
+    late = Late(None)
+    round_ = asyncio.create_task(broadcast_of(Handle(late))("link_address", 5.0))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    round_.cancel()  # by the caller, who gets no answers then
+    with pytest.raises(asyncio.CancelledError):
+        await round_
