@@ -36,6 +36,9 @@ class FrozenReplicaWatch(PeriodicTask):
         """Runs one round. If no replica has passed, this process was late and not all of them."""
         running = self._loads.replicas
         suspects = frozenset(self._health.suspects(running))
+        if len(suspects) == len(running):
+            self._known &= suspects
+            return
         fresh, self._known = suspects - self._known, suspects
-        if fresh and len(suspects) < len(running):
+        if fresh:
             self._leave(fresh)

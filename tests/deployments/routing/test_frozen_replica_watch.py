@@ -173,3 +173,18 @@ async def test_none_is_left_where_no_canary_passes() -> None:
     replicas.passing = set()
     await replicas.after(20.0)
     assert not replicas.left
+
+
+async def test_one_that_froze_while_none_passed_is_left_when_another_passes() -> None:
+    replicas = Replicas()
+    await replicas.after(0.0)
+    replicas.passing = set()
+    await replicas.after(20.0)
+    replicas.passing = {"b"}
+    await replicas.after(1.0)
+    assert replicas.left == [frozenset("a")]
+    replicas.passing = set()
+    await replicas.after(20.0)
+    replicas.passing = {"b"}
+    await replicas.after(1.0)
+    assert replicas.left == [frozenset("a")]  # once
