@@ -125,8 +125,11 @@ class StreamProgress:
         return np.frombuffer(bytes(self._tokens[branch]), np.int32)
 
     def advanced(self, tokens: int) -> bool:
-        """Returns whether every branch has ended or has so many more tokens than when the call was last sent."""
-        return all(len(self._tokens[branch]) - self._sizes.get(branch, 0) >= 4 * tokens for branch in self._open)
+        """Returns whether all scores have come, and every branch has ended or has so many more tokens than when the
+        call was last sent."""
+        return not self._unscored and all(
+            len(self._tokens[branch]) - self._sizes.get(branch, 0) >= 4 * tokens for branch in self._open
+        )
 
 
 class ResumableStreams:

@@ -124,6 +124,16 @@ async def test_a_stream_is_a_suspect_until_it_is_past_the_place_where_it_was_los
     assert [sent[0].isolated for _, sent in fleet.sent] == [False, True, True]
 
 
+async def test_a_suspect_whose_prompts_alone_are_scored_stays_one_until_the_last_has_its_scores(
+    fleet_of: FleetOf, generation: Make, cut: Any
+) -> None:
+    fleet = await fleet_of(cut("died", 0), cut("died", 1))
+    with pytest.raises(ApiError) as raised:
+        await fleet.dispatch.generate(generation((70, 71, 72), (5, 6, 7), prompt_logprobs=1, prompt_only=True))
+    assert raised.value.code == "quarantined_request"
+    assert [sent[0].isolated for _, sent in fleet.sent] == [False, True]
+
+
 async def test_a_block_that_is_quarantined_quarantines_its_request(fleet_of: FleetOf, cut: Any) -> None:
     rng = np.random.default_rng(1)
     rows = score_task(
