@@ -8,6 +8,7 @@ request that caused it, which is then quarantined.
 import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import fields
 
 from deployments.errors import ApiError
 from deployments.protocol import AnyCall, GenerateCall, PromptChunk, common
@@ -20,7 +21,9 @@ from engine.requests import (
     PoolingRequest,
     ScoreRequest,
 )
+from gpu_sampler.sampling_params import SamplingParams
 
+PARAMS = tuple(item.name for item in fields(SamplingParams) if item.name != "seed")
 MAX_ENTRIES = 4096  # beyond them the entry that ends first is dropped
 Entries = tuple[tuple[bytes, float], ...]  # fingerprints and the seconds that are left: clocks differ
 MESSAGE = "This request ended two replicas of the server. It is refused for a while: send another."
@@ -45,7 +48,8 @@ def fingerprint(call: AnyCall) -> bytes:
         case _:
             first = call[0]
             arrays = tuple(request.prompt for request in call)
-            rest = repr((first.params, first.prompt_logprobs, first.prompt_only))
+            params = [getattr(first.params, name, None) for name in PARAMS]  # a replica has not checked them yet
+            rest = repr((params, first.prompt_logprobs, first.prompt_only))
     for array in arrays:
         digest.update(len(array).to_bytes(8, "little") + array.tobytes())
     digest.update(rest.encode("utf-8", "surrogatepass"))

@@ -262,6 +262,7 @@ def test_a_fingerprint_is_of_tokens_and_parameters(generation: Make) -> None:
     for same in (
         with_fields(base, request_id="x", seed=9, timeout_s=1.0, isolated=True),
         with_fields(base, emitted=(np.array([5], np.int32),)),
+        generation(seed=8),  # which the client itself has named
     ):
         assert fingerprint(same) == marks[0]
     assert fingerprint(replace(score, request_id="x", tenant="t", isolated=True)) == fingerprint(score)
