@@ -66,12 +66,12 @@ class Quarantine:
 
     def add(self, entries: Entries) -> None:
         now = self._clock()
-        before = len(self._until)
+        fresh = [mark for mark, _ in entries if self._until.get(mark, 0.0) <= now]
         for mark, seconds in entries:
             self._until[mark] = max(self._until.get(mark, 0.0), now + seconds)
         for mark in sorted(self._until, key=self._until.__getitem__)[: max(0, len(self._until) - MAX_ENTRIES)]:
             del self._until[mark]
-        if len(self._until) > before:
+        if any(mark in self._until for mark in fresh):
             self.changed()
 
     def entries(self) -> Entries:

@@ -223,6 +223,20 @@ async def test_all_replicas_are_informed_immediately_and_again_when_one_joins() 
         await bulletin.stop()
 
 
+async def test_an_entry_is_new_where_another_makes_room_for_it_or_the_same_has_ended() -> None:
+    clock, changes = Clock(), list[float]()
+    quarantine = Quarantine(clock)
+    quarantine.changed = lambda: changes.append(clock.now)
+    quarantine.add(tuple((number.to_bytes(16, "big"), 5.0) for number in range(MAX_ENTRIES)))
+    quarantine.add(((b"a", 9.0),))
+    quarantine.add(((b"a", 9.0),))  # known
+    quarantine.add(((b"b", 1.0),))  # the first to end, and so no entry
+    assert changes == [100.0, 100.0]
+    clock.now += 9
+    quarantine.add(((b"a", 9.0),))
+    assert changes == [100.0, 100.0, 109.0]
+
+
 def test_entries_end_and_are_bounded() -> None:
     clock = Clock()
     quarantine = Quarantine(clock)
