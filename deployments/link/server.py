@@ -10,7 +10,7 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,7 @@ from deployments.protocol import (
     RunningCall,
 )
 from engine.channels import TokenSink
-from engine.requests import ErrorCode, PoolingResult, ScoreResult, StepTokens
+from engine.requests import ErrorCode, Load, PoolingResult, ScoreResult, StepTokens
 
 log = logging.getLogger("ray.serve")
 HANDSHAKE_S = 5.0
@@ -54,6 +54,10 @@ MAX_STRANGERS = 64  # connections whose handshake has not ended
 MAX_CALLS = 4096  # of one link that have not ended
 MAX_UNSENT_BYTES = 32 << 20  # that an ingress has not read: its link is closed, and it continues its calls elsewhere
 DRAIN_POLL_S = 0.05
+Result = messages.ScoredPrompt | messages.NumberedChunk | StepTokens | messages.Answer
+TOO_LARGE = Failure(
+    ErrorCode.REQUEST_TOO_LARGE, f"A replica's answer must be at most {MAX_FRAME_BYTES} bytes. Ask for less.", None
+)
 
 
 class LinkServer:
@@ -329,27 +333,68 @@ class _ServerLink(asyncio.Protocol):
             self.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Sends all results that there are as one frame."""
+        """Sends all results that there are as one frame, or as several where they do not fit one."""
         self._flushing = False
         prompts, chunks, answers = self._prompts, self._chunks, self._answers
         self._prompts, self._chunks, self._answers = [], [], []
         if not self.is_open:
             return
-        columns = messages.columns_of(chunks) if chunks else None
         try:
-            frame = messages.RESULTS.encode(messages.Results(self._service.load(), prompts, columns, answers))
+            frames = self._frames(self._service.load(), prompts, chunks, answers)
         except FrameError as error:
-            log.error("Results were too large for a link: %s", error)
+            log.error("A link was closed: %s", error)
             self.close()
             return
-        if self._transport.get_write_buffer_size() + len(frame) > max(MAX_UNSENT_BYTES, len(frame)):
+        size = sum(map(len, frames))
+        if self._transport.get_write_buffer_size() + size > max(MAX_UNSENT_BYTES, size):
             self._figures.losses["behind"] += 1
             log.warning("A link was closed: its ingress does not read.")
             self.close()
             return
-        self._figures.frames_sent += 1
-        self._figures.bytes_sent += len(frame)
-        self._transport.write(frame)
+        self._figures.frames_sent += len(frames)
+        self._figures.bytes_sent += size
+        for frame in frames:
+            self._transport.write(frame)
+
+    def _frames(
+        self,
+        load: Load,
+        prompts: Sequence[messages.ScoredPrompt],
+        chunks: Sequence[messages.NumberedChunk | StepTokens],
+        answers: Sequence[messages.Answer],
+    ) -> list[bytes]:
+        """Returns the results as frames, in the order in which a single one applies them.
+
+        A result that fits no frame by itself ends its call.
+
+        Raises:
+            FrameError: the tokens of one step, or a failure alone, fit no frame.
+        """
+        columns = messages.columns_of(chunks) if chunks else None
+        try:
+            return [messages.RESULTS.encode(messages.Results(load, list(prompts), columns, list(answers)))]
+        except FrameError as error:
+            results: list[Result] = [*prompts, *chunks, *answers]
+            if len(results) == 1:
+                result = results[0]
+                if isinstance(result, StepTokens):
+                    raise
+                log.error("A result was too large for a link: %s", error)
+                failure = self._too_large(result.number)
+                return [messages.RESULTS.encode(messages.Results(load, [], None, [failure]))]
+        first = len(results) // 2
+        after_prompts = max(0, first - len(prompts))
+        after_chunks = max(0, after_prompts - len(chunks))
+        return [
+            *self._frames(load, prompts[:first], chunks[:after_prompts], answers[:after_chunks]),
+            *self._frames(load, prompts[first:], chunks[after_prompts:], answers[after_chunks:]),
+        ]
+
+    def _too_large(self, number: int) -> messages.CallFailure:
+        call = self.calls.pop(number, None)
+        if call is not None:
+            call.cancel()
+        return messages.CallFailure(number, TOO_LARGE, messages.ABSENT)
 
 
 class _LinkReceiver:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.link import client, messages, server
+from deployments.link import client, frames, messages, server
 from deployments.link.client import Link, LinkLost
 from deployments.link.frames import HEADER, MAGIC, VERSION, FrameKind, FrameReader
 from deployments.link.handshake import NONCE_BYTES, Hello, LinkAddress, Proof, Welcome, link_key, proof_of
@@ -40,6 +40,10 @@ Start = Callable[..., Awaitable[LinkServer]]
 def score(number: int = 0) -> ScoreRequest:
     ids, starts = np.array([number], np.int32), np.array([0, 1], np.int32)
     return ScoreRequest(request_id=f"s{number}", prefix=ids[:0], ids=ids, starts=starts, labels=ids)
+
+
+def pooling(one: ScoreRequest) -> PoolingRequest:
+    return PoolingRequest(request_id="p", prefix=one.prefix, ids=one.ids, starts=one.starts, task=PoolingTask.CLASSIFY)
 
 
 def generation(tokens: int = 3) -> tuple[GenerateRequest, ...]:
@@ -156,11 +160,7 @@ async def test_calls_of_all_kinds_are_answered(start: Start, service: Service, h
     link = await opened(address._replace(local="") if host else address)
     replies: list[Any] = await asyncio.gather(*(link.call(score(number), 0) for number in range(20)))
     assert [reply.label_logprobs[0, 0] for reply in replies] == list(range(20))
-    one = score(4)
-    pooling = PoolingRequest(
-        request_id="p", prefix=one.prefix, ids=one.ids, starts=one.starts, task=PoolingTask.CLASSIFY
-    )
-    pooled: Any = await link.call(pooling, 0)
+    pooled: Any = await link.call(pooling(score(4)), 0)
     assert pooled.values.tolist() == [[4.0] * 3]
     refused: Any = await link.call(score(-1), 0)
     assert (refused.code, refused.field) == (ErrorCode.INVALID_TOKEN_ID, "ids")
@@ -177,6 +177,30 @@ async def test_what_is_sent_in_one_turn_travels_in_one_frame_back(start: Start, 
     await asyncio.gather(*(link.call(score(number), 0) for number in range(50)))
     assert found.figures.frames_received == 50 + 1  # and the proof
     assert found.figures.frames_sent <= 3
+    link.close()
+
+
+async def test_results_that_do_not_fit_one_frame_take_several_and_one_that_fits_none_fails_alone(
+    start: Start, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 1 << 16)
+    found = await start()
+    link = await opened(found.address)
+    service.gate.clear()
+    service.padding = 1 << 12
+    calls = [link.call(score(number), 0) for number in range(9)]
+    stream = link.stream(generation(), 0)
+    await until(lambda: len(service.began) == 10)
+    service.gate.set()  # 9 answers of 16 KiB in one turn
+    replies: list[Any] = await asyncio.gather(*calls)
+    assert [reply.label_logprobs[0, -1] for reply in replies] == list(range(9))
+    service.padding = 1 << 14
+    large, pooled = link.call(score(), 0), link.call(pooling(score(4)), 0)
+    refused: Any = await large
+    assert refused.code is ErrorCode.REQUEST_TOO_LARGE
+    assert isinstance(await pooled, PoolingResult)
+    assert await tokens_of(stream) == [0, 1, 2]
+    assert link.is_open and link._calls == {}
     link.close()
 
 
