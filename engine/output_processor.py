@@ -4,6 +4,8 @@ Generations: sequences get new tokens, and some of them end. Scoring requests: s
 and a request whose table is full is answered.
 """
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,6 +13,7 @@ from engine.metrics import StepRecorder
 from engine.model.lm_head import RowLogprobs
 from engine.requests import EngineError, ErrorCode, FinishReason, Float32s, Int64s, LikelihoodResult, RowStatus
 from engine.scheduler.request_state import (
+    GenerationState,
     ItemState,
     LikelihoodState,
     Phase,
@@ -20,9 +23,15 @@ from engine.scheduler.request_state import (
 from engine.scheduler.request_tracker import RequestTracker
 from engine.scheduler.scheduler import Scheduler, Step, StepOutput
 from engine.scheduler.token_stream import At, TokenStream, columns_for
-from gpu_sampler.output import FAILED, SampleOutput, VerifyOutput
+from gpu_sampler.output import FAILED, RowFlag, SampleOutput, VerifyOutput
 
 NONFINITE = EngineError(ErrorCode.NONFINITE_LOGITS, "The model's output for this request was not finite.")
+NONE_ALLOWED = EngineError(
+    ErrorCode.INVALID_VALUE,
+    "`allowed_token_ids` must leave a token to draw at each position. Given: ids that `bad_words`, `min_tokens` or the "
+    "model rule out.",
+    "allowed_token_ids",
+)
 
 
 class OutputProcessor:
@@ -219,8 +228,7 @@ class OutputProcessor:
             self._recorder.wasted_tokens += len(out.tokens[at])
             return
         if bad:
-            self._recorder.nonfinite_rows += 1
-            self._tracker.fail(state, NONFINITE)
+            self._tracker.fail(state, self._failure(state, out.flags[at]))
             return
         if state.first_token is None:
             state.first_token = now
@@ -236,6 +244,13 @@ class OutputProcessor:
         state.open -= 1
         if state.open == 0:
             self._tracker.end(state)
+
+    def _failure(self, state: GenerationState, flags: npt.NDArray[Any]) -> EngineError:
+        """Returns why a row with these flags [k] fails. A row may have no token left because of its own parameters."""
+        if state.request.params.allowed_token_ids is not None and not (flags & int(RowFlag.BAD_VALUE)).any():
+            return NONE_ALLOWED
+        self._recorder.nonfinite_rows += 1
+        return NONFINITE
 
     def _set_due(self, sequence: SequenceState) -> None:
         """Notes with how many tokens the next chunk of the row is due, or that each token is one."""

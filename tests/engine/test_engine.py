@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.config import SpeculationConfig
 from engine.requests import EngineError, ErrorCode, GenerateRequest
 from tests.support import toy_model
 
@@ -232,6 +233,33 @@ async def test_a_nan_row_fails_alone(make_rig: MakeRig, generate_job: MakeJob) -
         assert isinstance(heard[-1], EngineError)
         assert heard[-1].code is ErrorCode.NONFINITE_LOGITS
         assert rig.engine.stats().nonfinite_rows == 1
+
+
+@pytest.mark.parametrize(
+    "bans",
+    [
+        {"bad_words_ids": ((65,), (66,))},
+        {"min_tokens": 2, "stop_token_ids": (65, 66)},
+        {"bad_words_ids": ((65, 65), (65, 66), (66, 65), (66, 66))},  # nothing is left behind the first token
+    ],
+)
+@pytest.mark.parametrize("speculation", [SpeculationConfig(), SpeculationConfig(method="ngram", ngram_tokens=1)])
+async def test_bans_that_leave_no_allowed_token_are_the_requests_fault(
+    make_rig: MakeRig, generate_job: MakeJob, bans: dict[str, Any], speculation: SpeculationConfig
+) -> None:
+    rig = make_rig(real_sampler=True, speculation=speculation)
+    beside, expected = generate_job(PROMPT), await make_rig(real_sampler=True).run(generate_job(PROMPT))
+    refused = generate_job([*PROMPT, 65, 66, 65, 66], allowed_token_ids=(65, 66), **bans)
+    heard = await asyncio.gather(rig.run(refused), rig.run(beside), return_exceptions=True)
+    assert isinstance(heard[0], EngineError)
+    assert (heard[0].code, heard[0].field) == (ErrorCode.INVALID_VALUE, "allowed_token_ids")
+    assert heard[1] == expected
+    assert rig.engine.stats().nonfinite_rows == 0  # which pages an operator
+    bad = generate_job([*PROMPT, toy_model.NAN], allowed_token_ids=(0, 65))
+    with pytest.raises(EngineError) as caught:
+        await rig.run(bad)
+    assert caught.value.code is ErrorCode.NONFINITE_LOGITS
+    assert rig.engine.stats().nonfinite_rows == 1
 
 
 @both
