@@ -10,8 +10,8 @@ MAX_HELD = 16  # tokens; a UTF-8 character has four bytes, so a longer tail of r
 class IncrementalDecoder:
     """Returns the text that each push adds.
 
-    The pieces and `finish()` joined are the text of all ids, unless more than MAX_HELD ids in a row make no character.
-    They never depend on how the ids were grouped.
+    The pieces and `finish()` joined are the text of all ids, unless more than MAX_HELD ids in a row make no character,
+    or the decoder takes back a character before bytes that make none. They never depend on how the ids were grouped.
 
     A decoder may strip a leading space or join bytes over tokens, so the new tokens are decoded after the tokens of the
     last piece, whose text is then cut off. Text that ends in U+FFFD may be an unfinished character and waits. Amortised
@@ -70,7 +70,10 @@ class IncrementalDecoder:
     def _emit(self, text: str) -> str:
         if self._known_text is None:
             self._known_text = self._decode(self._window[: self._known])
-        piece = text[len(self._known_text) :]
+        if text.startswith(self._known_text):
+            piece = text[len(self._known_text) :]
+        else:  # bytes that make no character take those before them along in some decoders: they are decoded alone
+            piece = self._decode(self._window[self._known :])
         if piece:
             self._window = self._window[self._known :]
             self._known_text = None

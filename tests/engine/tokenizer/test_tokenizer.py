@@ -127,6 +127,13 @@ def test_a_skipped_special_token_does_not_eat_the_next_space(pieces: Tokenizer) 
     assert streamed(pieces, marked) == pieces.decode(ids, skip_special_tokens=True)
 
 
+def test_bytes_behind_a_character_do_not_repeat_it(pieces: Tokenizer) -> None:
+    """Byte fallback makes all of a run of bytes unreadable where one character of it is unfinished."""
+    smile = [3 + byte for byte in "😀".encode()]
+    for rest in ([], smile[:1], [3 + ord("a")]):
+        assert streamed(pieces, [*smile, *smile[:2], *rest]) == "😀" + "\ufffd" * len(smile[:2] + rest[:1])
+
+
 def test_a_decoder_that_forgets_its_context_is_noticed(pieces: Tokenizer) -> None:
     [ids] = pieces.encode_batch(["the the"], add_special_tokens=False)
     naive = "".join(pieces.decode([token], skip_special_tokens=True) for token in ids)
