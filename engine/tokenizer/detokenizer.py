@@ -39,6 +39,17 @@ class IncrementalDecoder:
         self._known = 0  # leading ids of the window whose text is out
         self._known_text: str | None = ""  # None: not decoded yet, and of no use if no ids follow
 
+    def follow(self, ids: Sequence[int]) -> None:
+        """Begins behind ids whose text is known, before any push: text that goes on keeps the space it begins with."""
+        if self._fixed_texts is not None:
+            return
+        visible = [token for token in ids[-MAX_HELD:] if token not in self._skip]
+        for size in range(1, len(visible) + 1):
+            text = self._decode(visible[-size:])
+            if text and REPLACEMENT not in text:
+                self._window, self._known, self._known_text = visible[-size:], size, text
+                return
+
     def push(self, ids: Sequence[int]) -> str:
         """Takes the next ids and returns the text that is complete with them."""
         if len(ids) == 1:

@@ -58,6 +58,7 @@ class ChoiceState:
             plan.wants_logprobs or plan.body.stop or plan.body.return_token_ids or options.only or options.echo
         )  # its chunks add nothing but text, except the last
         self._decoder = tokenizer.decoder(skip_special_tokens=plan.body.skip_special_tokens is not False)
+        self._decoder.follow(plan.prompts[self.prompt])
         self._text = BranchText(
             self._decoder,
             plan.body.stop or (),

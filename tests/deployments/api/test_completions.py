@@ -9,6 +9,7 @@ import pytest
 from deployments.api.schemas.generation import CompletionResponse
 from deployments.protocol import Failure
 from engine.requests import ErrorCode
+from tests.support.toy_model import ByteTokenizer
 
 
 async def test_a_completion_has_every_field_of_the_contract(client: Any, backend: Any) -> None:
@@ -116,6 +117,18 @@ async def test_one_token_asked_is_one_entry_even_if_it_is_the_end(client: Any, b
     backend.script = [257]
     found = (await client.complete(max_tokens=1, logprobs=1))["choices"][0]
     assert found["text"] == "" and len(found["logprobs"]["token_logprobs"]) == 1
+
+
+async def test_the_text_keeps_the_space_that_it_begins_with(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoders of sentence pieces strip the first space of a text, and a prompt stands before an answer."""
+    own = ByteTokenizer.decode
+    monkeypatch.setattr(
+        ByteTokenizer, "decode", lambda self, ids, **options: own(self, ids, **options).removeprefix(" ")
+    )
+    for options in ({}, {"logprobs": 0}, {"stop": "or"}):
+        assert (await client.complete(**options))["choices"][0]["text"].startswith(" w")
+    echoed = await client.complete(prompt="hello", echo=True)
+    assert echoed["choices"][0]["text"].startswith("hello w")
 
 
 async def test_a_stop_id_of_the_request_is_its_reason(client: Any, backend: Any) -> None:

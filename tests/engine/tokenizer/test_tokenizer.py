@@ -1,5 +1,6 @@
 """Text to ids and back: the toy's bytes, the built-in's byte-level pieces, and a sentence-piece kind of vocabulary."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -125,6 +126,25 @@ def test_a_skipped_special_token_does_not_eat_the_next_space(pieces: Tokenizer) 
     [ids] = pieces.encode_batch(["the the"], add_special_tokens=False)
     marked = [*ids[: len(ids) // 2], 2, *ids[len(ids) // 2 :]]
     assert streamed(pieces, marked) == pieces.decode(ids, skip_special_tokens=True)
+
+
+def test_an_answer_goes_on_where_its_prompt_ends(builtin: Tokenizer, pieces: Tokenizer) -> None:
+    """Decoding strips the space that a text begins with, and an answer behind a prompt begins none."""
+    for tokenizer, skip in itertools.product((ByteTokenizer(), builtin, pieces), (True, False)):
+        for text in ("the", "the 😀", "é", "the "):
+            [prompt] = tokenizer.encode_batch([text], add_special_tokens=False)
+            [whole] = tokenizer.encode_batch([text + " the cat"], add_special_tokens=False)
+            decoder = tokenizer.decoder(skip_special_tokens=skip)
+            decoder.follow(prompt)
+            answer = "".join(decoder.push([token]) for token in whole[len(prompt) :]) + decoder.finish()
+            assert text + answer == tokenizer.decode(whole, skip_special_tokens=skip)
+
+
+def test_an_answer_behind_control_tokens_alone_begins_a_text(pieces: Tokenizer) -> None:
+    [ids] = pieces.encode_batch(["the the"], add_special_tokens=False)
+    decoder = pieces.decoder(skip_special_tokens=True)
+    decoder.follow([1, 1])
+    assert decoder.push(ids) == "the the"
 
 
 def test_bytes_behind_a_character_do_not_repeat_it(pieces: Tokenizer) -> None:
