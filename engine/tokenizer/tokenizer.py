@@ -116,6 +116,7 @@ class Tokenizer:
         self.pair_frame: PairControls | None = _pair_frame(backend)
         decoder = json.loads(data).get("decoder")
         self._bytes = _byte_alphabet(decoder)
+        self._strips = any(stage.get("type") in ("Metaspace", "Strip") for stage in _stages(decoder))
         if (decoder or {}).get("type") == "ByteLevel":
             self._fixed_texts = _FixedTexts(self.decode)
         self._pieces: dict[int, tuple[str, bytes]] = {}
@@ -168,7 +169,7 @@ class Tokenizer:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Returns the text of each id on its own, or `bytes:\\xNN...` where its bytes are not UTF-8."""
+        """Returns the text of each id behind any other, or `bytes:\\xNN...` where its bytes are not UTF-8."""
         return [self._piece(token)[0] for token in ids]
 
     def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
@@ -184,6 +185,8 @@ class Tokenizer:
     def _new_piece(self, token: int) -> tuple[str, bytes]:
         text = self.decode([token], skip_special_tokens=False)
         if "\ufffd" not in text:
+            if self._strips:  # the space that a text begins with, which is the token's own
+                text = self.decode([token, token], skip_special_tokens=False)[len(text) :]
             return text, text.encode("utf-8")
         name = self._backend.id_to_token(token) or ""
         if len(name) == 6 and name.startswith("<0x"):  # byte fallback
@@ -283,14 +286,19 @@ def bytes_text(data: bytes) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
+def _stages(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Returns the decoders that run one after another."""
+    stages: list[dict[str, Any]] = (decoder or {}).get("decoders", [decoder or {}])
+    return stages
+
+
 def _byte_alphabet(decoder: dict[str, Any] | None) -> dict[str, int]:
     """Maps characters to bytes for a byte-level vocabulary; the map is empty for another kind of tokenizer.
 
     The printable bytes of Latin-1 stand for themselves, the others for the characters from U+0100 on, in order: the
     mapping of GPT-2's published encoder, which every byte-level tokenizer shares.
     """
-    stages = (decoder or {}).get("decoders", [decoder or {}])
-    if not any(stage.get("type") == "ByteLevel" for stage in stages):
+    if not any(stage.get("type") == "ByteLevel" for stage in _stages(decoder)):
         return {}
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

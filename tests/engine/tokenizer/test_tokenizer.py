@@ -91,6 +91,19 @@ def test_bytes_of_tokens_joined_are_the_text(builtin: Tokenizer, pieces: Tokeniz
         assert data in b"".join(tokenizer.token_bytes(ids))
 
 
+def test_a_token_keeps_the_space_that_is_its_own(pieces: Tokenizer, tmp_path: Path) -> None:
+    """A piece may stand within a word and begin one: a name without its space would be that of both."""
+    backend = Backend.from_str(pieces._backend.to_str())
+    backend.decoder = decoders.Metaspace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    for tokenizer in (pieces, Tokenizer(tmp_path)):
+        [ids] = tokenizer.encode_batch(["t test"], add_special_tokens=False)
+        assert "".join(tokenizer.token_texts(ids)) == " t test"
+        assert b"".join(tokenizer.token_bytes(ids)) == b" t test"
+        assert tokenizer.token_texts([1, 4000]) == ["<s>", ""]
+
+
 def test_special_tokens_and_markers_are_told_apart(builtin: Tokenizer, tmp_path: Path) -> None:
     assert "<|end|>" in builtin.special_texts and not builtin.marker_texts
     backend = Backend.from_file(str(BUILTIN / "tokenizer.json"))
