@@ -216,14 +216,18 @@ def require_safetensors(folder: Path, name: str) -> None:
     raise ModelNotFound(f"`model.path` must hold *.safetensors. Given: {folder}. {why}".rstrip())
 
 
-def end_of_text_ids(config: Any, folder: Path | None = None) -> tuple[int, ...]:
-    """Returns the ids that end a text: the generation config's, else the config's."""
+def end_of_text_ids(config: Any, folder: Path | None, vocab_size: int) -> tuple[int, ...]:
+    """Returns the ids below `vocab_size` that end a text: the generation config's, else the config's."""
     text = config.get_text_config(decoder=True)
     own = _generation_eos(folder)
     found: int | list[int] | None = getattr(text, "eos_token_id", None) if own is None else own
     if found is None:
         return ()
-    return (found,) if isinstance(found, int) else tuple(found)
+    named = (found,) if isinstance(found, int) else tuple(found)
+    known = tuple(token for token in named if 0 <= token < vocab_size)
+    if known != named:
+        log.warning("`eos_token_id` %s names ids that the model, with %d logits, never draws.", found, vocab_size)
+    return known
 
 
 def _generation_eos(folder: Path | None) -> Any:

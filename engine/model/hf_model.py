@@ -127,7 +127,6 @@ class HFModel:
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
         self.max_model_len = longest_sequence(module.config, max_model_len)
-        self.eos_token_ids = end_of_text_ids(module.config, folder)
         self.bos_token_id: int | None = getattr(module.config.get_text_config(decoder=True), "bos_token_id", None)
         invariant = engine.numerics == "invariant"
         if invariant:  # without what rounds by the size of a step
@@ -155,6 +154,7 @@ class HFModel:
             )
         self._backend = backend
         self._check(module, progress)
+        self.eos_token_ids = end_of_text_ids(module.config, folder, self.vocab_size)
         module.base_model.register_forward_hook(self._layers_done)
         if allocate:
             allocate_kv_storage([self], engine, progress)

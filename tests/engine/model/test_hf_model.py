@@ -1,5 +1,6 @@
 """HFModel: packed steps give what the library gives for each sequence alone."""
 
+import json
 import sys
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ from engine.model.checkpoint import ModelNotFound
 from engine.model.compatibility import UnsupportedModel
 from engine.model.hf_model import HFModel
 from engine.model.loader import load_model
+from gpu_sampler.sampling_params import SamplingParams
 from tests.engine.model.conftest import SIX
 
 TOLERANCE = 1e-5  # of the largest |logit|, float32
@@ -162,6 +164,16 @@ def test_a_saved_model_loads_from_its_folder(tiny_models: Any, folder: Path) -> 
     assert (model.vocab_size, model.max_model_len, model.num_slots) == (111, 96, 331)
     assert (model.bos_token_id, model.eos_token_ids) == (1, (2, 5))
     assert model.device.type == "cpu"
+
+
+def test_an_end_that_the_vocabulary_lacks_is_none(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It would be a stop id of every request, each of which would be refused for a field that it has not given."""
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [-1, 5, 111]}))
+    model = load_model(ModelConfig(path=folder), ENGINE)
+    assert model.eos_token_ids == (5,)
+    SamplingParams(stop_token_ids=model.eos_token_ids).validate(model.vocab_size)
+    assert "[-1, 5, 111]" in caplog.text
 
 
 def test_random_weights_need_only_a_config(folder: Path) -> None:
