@@ -115,6 +115,10 @@ def _checked_pair(model: ModelConfig, draft: ModelConfig) -> tuple[Path, Path, A
         raise UnsupportedDraft(
             f"`speculation.draft` must be absent for a model with a {kind} head. Given: {draft.path}."
         )
+    if (kind := find_kind(draft_config).head) is not HeadKind.LM:
+        raise UnsupportedDraft(
+            f"`speculation.draft` must be a language model. Given: {draft.path}, with a {kind} head."
+        )
     length = longest_sequence(config, model.max_model_len)
     _check_configs(config, draft_config, length, draft)
     _check_tokenizers(folder, draft_folder, draft)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
@@ -16,7 +17,7 @@ from engine.model.checkpoint import read_config
 from engine.model.checkpoint_audit import BadCheckpoint
 from engine.model.compatibility import UnsupportedModel
 from engine.model.heads.info import HeadKind
-from engine.model.loader import UnsupportedDraft, load_model, load_models
+from engine.model.loader import UnsupportedDraft, check_pair, load_model, load_models
 from engine.requests import Float32s, Int32s, PoolingRequest, PoolingTask
 from tests.support.head_models import FAMILIES, config_of, save, sequence_classifier
 from tests.support.model_folders import edit_config
@@ -218,3 +219,12 @@ def test_a_head_needs_no_draft(tmp_path: Path) -> None:
     speculation = SpeculationConfig(method="draft_model", draft=str(folder))
     with pytest.raises(UnsupportedDraft, match="sequence head"):
         load_models(ModelConfig(path=folder, device="cpu"), EngineConfig(kv_slots=100, speculation=speculation))
+
+
+def test_a_model_with_a_head_is_no_draft(tmp_path: Path) -> None:
+    draft = save(sequence_classifier(config_of("llama")), tmp_path / "draft")
+    target = save(AutoModelForCausalLM.from_config(config_of("llama")), tmp_path / "model")
+    engine = EngineConfig(kv_slots=100, speculation=SpeculationConfig(method="draft_model", draft=str(draft)))
+    for check in (check_pair, load_models):
+        with pytest.raises(UnsupportedDraft, match=r"a language model\. Given: .*draft, with a sequence head"):
+            check(ModelConfig(path=target, device="cpu"), engine)
