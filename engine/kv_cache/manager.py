@@ -13,6 +13,7 @@ import numpy as np
 from engine.requests import Int32s
 
 NO_SLOTS: Int32s = np.empty(0, np.int32)
+MAX_STALE = 64  # entries of removed nodes in the eviction heap, beside as many as there are others
 EVICTED_PART = 256  # an eviction frees this part of the slots: a few leaves at a time would make each request pay
 
 
@@ -113,6 +114,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._roots: dict[Hashable, TreeNode] = {}
         self._heap: list[tuple[int, int, TreeNode]] = []
+        self._stale = 0  # entries of the heap whose nodes were removed
         self._clock = 0
         self._ties = 0
         self.size = 0  # slots that it owns
@@ -175,7 +177,10 @@ class PrefixCache:
         while wanted > 0 and self._heap:
             stamp, _, node = heapq.heappop(self._heap)
             node.queued = False
-            if not node.alive or node.locks or node.children:
+            if not node.alive:
+                self._stale -= 1
+                continue
+            if node.locks or node.children:
                 continue  # offered again when that changes
             if stamp != node.stamp:
                 self._offer(node)
@@ -185,14 +190,21 @@ class PrefixCache:
         return np.concatenate(parts) if parts else NO_SLOTS
 
     def drop(self, key: Hashable) -> Int32s:
-        """Removes all that is unlocked under `key`, a domain that has ended; returns its slots."""
+        """Removes all that is unlocked under `key`, a domain that has ended; returns its slots.
+
+        Entries of the eviction heap are swept out once most are of removed nodes.
+        """
         root = self._roots.get(key)
         if root is None:
             return NO_SLOTS
         parts = []
         for node in self._below(root)[::-1]:  # children before parents
             if node.locks == 0 and not node.children:
+                self._stale += node.queued
                 parts.append(self._cut(node, len(node.slots)))
+        if 2 * self._stale > len(self._heap) + MAX_STALE:
+            self._heap, self._stale = [entry for entry in self._heap if entry[2].alive], 0
+            heapq.heapify(self._heap)
         return np.concatenate(parts) if parts else NO_SLOTS
 
     def owned(self) -> Int32s:

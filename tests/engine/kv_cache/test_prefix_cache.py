@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv_cache.manager import PrefixCache, SlotAllocator, TreeNode
+from engine.kv_cache.manager import MAX_STALE, PrefixCache, SlotAllocator, TreeNode
 from engine.requests import Int32s
 
 
@@ -101,6 +101,16 @@ def test_a_dropped_domain_returns_everything_unlocked_and_leaves_no_root() -> No
     assert sorted(tree.drop("a").tolist()) == [10, 11, 12, 22, 23]
     assert tree.size == 0
     assert not tree._roots
+
+
+def test_dropped_domains_leave_few_entries_behind() -> None:
+    tree = PrefixCache()
+    tree.insert("a", ids(1, 2), ids(10, 11))
+    for number in range(1_000):
+        tree.insert(number, ids(1, 2, 3), ids(20, 21, 22))
+        tree.drop(number)
+    assert len(tree._heap) <= 2 + MAX_STALE
+    assert sorted(tree.evict(100).tolist()) == [10, 11]
 
 
 class NaiveTree:
