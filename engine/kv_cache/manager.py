@@ -125,8 +125,8 @@ class PrefixCache:
         """Finds the longest prefix of `ids` that it has under `key`.
 
         Returns:
-            The deepest node that matches, which may reach beyond `ids`, the root if nothing matches; and the slots of
-            the tokens that match, i32 [m].
+            The node that ends with the last token that matches, the root if nothing matches; and the slots of the
+            tokens that match, i32 [m].
         """
         root = self._roots.get(key)
         if root is None:
@@ -147,7 +147,6 @@ class PrefixCache:
             return *self.match(key, ids), 0
         node, parts, depth = self._walk(self._root(key), ids)
         if depth < len(ids):
-            node = self._split(node, len(parts[-1]) if parts else 0)
             leaf = TreeNode(node, key, ids[depth:].copy(), slots[depth:].copy())
             node.children[int(ids[depth])] = leaf
             parts.append(leaf.slots)
@@ -232,8 +231,11 @@ class PrefixCache:
         return root
 
     def _walk(self, node: TreeNode, ids: Int32s) -> tuple[TreeNode, list[Int32s], int]:
-        """Returns the deepest node that shares a token with `ids`, the slots on the way, the last part cut to what is
-        shared, and their number. Touches the nodes."""
+        """Returns the node that ends with the last token that it shares with `ids`, the slots on the way, and their
+        number. Touches the nodes.
+
+        A node of which `ids` have only the first part is split: a lock of the rest would keep what nobody uses.
+        """
         parts: list[Int32s] = []
         depth = 0
         while depth < len(ids):
@@ -241,11 +243,9 @@ class PrefixCache:
             if child is None:
                 break
             shared = _common(child.tokens, ids[depth:])
-            parts.append(child.slots[:shared])
+            node = child if shared == len(child.tokens) else self._split(node, child, shared)
+            parts.append(node.slots)
             depth += shared
-            node = child
-            if shared < len(child.tokens):
-                break
         self._touch(node)
         return node, parts, depth
 
@@ -256,13 +256,11 @@ class PrefixCache:
             above.stamp = self._clock
             above = above.parent
 
-    def _split(self, node: TreeNode, kept: int) -> TreeNode:
-        """Returns the node that ends after the first `kept` tokens of `node`: itself, or a new parent of the rest."""
-        if node.parent is None or kept == len(node.tokens):
-            return node
-        upper = TreeNode(node.parent, node.key, node.tokens[:kept], node.slots[:kept])
+    def _split(self, parent: TreeNode, node: TreeNode, kept: int) -> TreeNode:
+        """Returns a new child of `parent` with the first `kept` tokens of `node`, which keeps the rest under it."""
+        upper = TreeNode(parent, node.key, node.tokens[:kept], node.slots[:kept])
         upper.stamp = node.stamp
-        node.parent.children[int(node.tokens[0])] = upper
+        parent.children[int(node.tokens[0])] = upper
         node.tokens, node.slots, node.parent = node.tokens[kept:], node.slots[kept:], upper
         upper.children[int(node.tokens[0])] = node
         return upper

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from engine.config import SpeculationConfig
-from engine.requests import EngineError, ErrorCode, GenerateRequest
+from engine.requests import EngineError, ErrorCode, GenerateRequest, ScoreRequest
 from tests.support import toy_model
 
 PROMPT = list(range(40, 57))
 MakeRig = Callable[..., Any]
+MakeScore = Callable[..., ScoreRequest]
 MakeJob = Callable[..., GenerateRequest]
 both = pytest.mark.parametrize("overlap", [False, True])
 
@@ -121,6 +122,17 @@ async def test_a_tiny_pool_preempts_and_changes_nothing(
     rig = make_rig(num_slots=71, admission_tokens=4, overlap=overlap)
     assert await asyncio.wait_for(rig.together(*requests), 30) == expected
     assert rig.engine.stats().preemptions > 3
+
+
+async def test_a_request_that_begins_like_a_cached_one_finds_room_in_a_full_pool(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore
+) -> None:
+    rig = make_rig(num_slots=101)
+    first, other = range(90), [*range(5), *range(100, 160)]
+    await rig.run(generate_job(first, max_tokens=4))
+    await asyncio.wait_for(rig.run(generate_job(other, max_tokens=4)), 20)
+    await rig.engine.score(score_job(first, [[1]]))
+    await asyncio.wait_for(rig.engine.score(score_job(other, [[1]])), 20)
 
 
 @pytest.mark.risk("R12")

@@ -76,6 +76,20 @@ def test_a_split_keeps_what_a_lock_holds() -> None:
     tree.check()
 
 
+@pytest.mark.parametrize("again", [(1, 2), (1, 2, 9)])
+def test_a_lock_keeps_no_token_beyond_those_that_match(again: tuple[int, ...]) -> None:
+    tree = PrefixCache()
+    tree.insert("", ids(1, 2, 3, 4), ids(10, 11, 12, 13))
+    node, slots = tree.match("", ids(*again))
+    tree.lock(node)
+    assert slots.tolist() == [10, 11]
+    assert sorted(tree.evict(100).tolist()) == [12, 13]
+    assert matched(tree, "", 1, 2, 3, 4) == [10, 11]
+    tree.unlock(node)
+    assert sorted(tree.evict(100).tolist()) == [10, 11]
+    tree.check()
+
+
 def test_the_least_recently_used_leaf_goes_first_and_only_as_much_as_needed() -> None:
     tree = PrefixCache()
     tree.insert("", ids(1, 2, 3), ids(10, 11, 12))
