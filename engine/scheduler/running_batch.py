@@ -175,6 +175,7 @@ class RunningBatch:
             self.prefilling.add(sequence)
         else:
             sequence.phase = Phase.DECODE
+            sequence.parent.prompt_done = True  # it stands in the tree
             self.start_decoding(sequence)
         return True
 

@@ -195,6 +195,15 @@ async def test_branches_share_one_prefill_and_equal_themselves_alone(
             assert chunk.top_ids is not None and chunk.top_ids.shape == (9, 2)
 
 
+async def test_resumed_branches_that_find_all_their_tokens_run_together(
+    make_rig: MakeRig, generate_job: MakeJob
+) -> None:
+    rig = make_rig()
+    await rig.run(generate_job(PROMPT, max_tokens=2))
+    resumed = generate_job(PROMPT, n=2, max_tokens=10, emitted=[[5], [6]])
+    assert [chunk.branch async for chunk in rig.engine.generate(resumed)] == [0, 1] * 9
+
+
 @both
 async def test_a_stop_token_ends_the_row_and_is_its_last_token(
     make_rig: MakeRig, generate_job: MakeJob, overlap: bool
