@@ -25,12 +25,10 @@ from engine.scheduler.scheduler import Scheduler, Step, StepOutput
 from engine.scheduler.token_stream import At, TokenStream, columns_for
 from gpu_sampler.output import FAILED, RowFlag, SampleOutput, VerifyOutput
 
-NONFINITE = EngineError(ErrorCode.NONFINITE_LOGITS, "The model's output for this request was not finite.")
-NONE_ALLOWED = EngineError(
-    ErrorCode.INVALID_VALUE,
+NONFINITE = "The model's output for this request was not finite."
+NONE_ALLOWED = (
     "`allowed_token_ids` must leave a token to draw at each position. Given: ids that `bad_words`, `min_tokens` or the "
-    "model rule out.",
-    "allowed_token_ids",
+    "model rule out."
 )
 
 
@@ -248,9 +246,9 @@ class OutputProcessor:
     def _failure(self, state: GenerationState, flags: npt.NDArray[Any]) -> EngineError:
         """Returns why a row with these flags [k] fails. A row may have no token left because of its own parameters."""
         if state.request.params.allowed_token_ids is not None and not (flags & int(RowFlag.BAD_VALUE)).any():
-            return NONE_ALLOWED
+            return EngineError(ErrorCode.INVALID_VALUE, NONE_ALLOWED, "allowed_token_ids")
         self._recorder.nonfinite_rows += 1
-        return NONFINITE
+        return EngineError(ErrorCode.NONFINITE_LOGITS, NONFINITE)
 
     def _set_due(self, sequence: SequenceState) -> None:
         """Notes with how many tokens the next chunk of the row is due, or that each token is one."""

@@ -283,6 +283,16 @@ async def test_bans_that_leave_no_allowed_token_are_the_requests_fault(
     assert rig.engine.stats().nonfinite_rows == 1
 
 
+async def test_each_nan_row_raises_an_error_of_its_own(make_rig: MakeRig, generate_job: MakeJob) -> None:
+    """One for all would keep the frames of every caller that raised it, for ever."""
+    rig, depths = make_rig(), []
+    for _ in range(2):
+        with pytest.raises(EngineError) as caught:
+            await rig.run(generate_job([*PROMPT, toy_model.NAN]))
+        depths.append(len(caught.traceback))
+    assert depths[0] == depths[1]
+
+
 @both
 async def test_a_raising_token_costs_its_own_step_and_solo_only_itself(
     make_rig: MakeRig, generate_job: MakeJob, overlap: bool
