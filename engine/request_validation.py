@@ -33,6 +33,7 @@ from gpu_sampler.sampling_params import (
 
 INT32 = np.dtype(np.int32)
 MAX_LABELS = 256
+MAX_INTERVAL = 2**31 - 1  # tokens
 MAX_TEXT = 1_024  # characters of a request id, a cache salt or a tenant
 ARRAYS: dict[type[EngineRequest], tuple[str, ...]] = {
     ScoreRequest: ("prefix", "ids", "starts", "labels"),
@@ -198,7 +199,7 @@ def check_generate(request: GenerateRequest, bounds: RequestLimits, new_tokens: 
     seed = request.seed
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
         raise _invalid("seed", "another value", "an integer in [0, 2^64)")
-    _check_integer("stream_interval", request.stream_interval, 1, None)
+    _check_integer("stream_interval", request.stream_interval, 1, MAX_INTERVAL)
     _check_integer("isolated_tokens", request.isolated_tokens, 0, None)
     if request.prompt_logprobs is not None:
         _check_integer("prompt_logprobs", request.prompt_logprobs, 0, bounds.limits.max_logprobs)

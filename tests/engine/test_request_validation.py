@@ -77,6 +77,8 @@ GENERATE: list[tuple[str, Any, ErrorCode]] = [
     ("emitted", (array(1), array(2)), ErrorCode.INVALID_VALUE),
     ("emitted", (array(VOCAB),), ErrorCode.INVALID_TOKEN_ID),
     ("emitted", (np.zeros(9, np.int32),), ErrorCode.INVALID_VALUE),
+    ("stream_interval", 0, ErrorCode.INVALID_VALUE),
+    ("stream_interval", 2**63, ErrorCode.INVALID_VALUE),
 ]
 
 
