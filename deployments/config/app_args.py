@@ -134,7 +134,7 @@ class AppArgs(Section):
             model_folder: the model's files, which may say how it ranks documents.
 
         Raises:
-            ValueError: `chat.template_file` cannot be read.
+            ValueError: `chat.template_file` cannot be read, or `sampling` has a value that no request may have.
         """
         own_form = "builtin" if self.model.path == "builtin" else None
         layout = own_form or "auto" if self.decisions.layout == "auto" else self.decisions.layout
@@ -142,7 +142,7 @@ class AppArgs(Section):
             limits=self.all_limits(),
             deadlines=self.deadlines,
             stream=self.stream,
-            sampling=replace(sampling, **self.sampling.model_dump(exclude_none=True)),
+            sampling=replace(sampling, **self.sampling.model_dump(exclude_none=True)).checked(),
             chat=ChatSettings(**self.chat.model_dump(), template=_template_text(self.chat.template_file)),
             truncation=self.truncation.policy,
             templates={name: given.spec() for name, given in self.templates.items()},

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 from deployments.config.sections import ChatArgs, DeadlineArgs, DecisionArgs, RerankArgs, StreamArgs
 from deployments.limits import Limits
+from gpu_sampler.sampling_params import ParamError, SamplingParams
 from scoring.prompts.templates import TemplateSpec
 
 Truncation = Literal["item", "error"]
@@ -31,7 +32,18 @@ class SamplingDefaults:
             return cls()
         found = json.loads(file.read_text("utf-8"))
         names = [item.name for item in fields(cls)]
-        return cls(**{name: found[name] for name in names if isinstance(found.get(name), int | float)})
+        return cls(**{name: found[name] for name in names if found.get(name) is not None})
+
+    def checked(self) -> "SamplingDefaults":
+        """Returns itself. Raises ValueError for a value that no request may have, which a model's file can hold."""
+        try:
+            SamplingParams(**asdict(self)).validate(vocab_size=1)
+        except ParamError as error:
+            raise ValueError(
+                f"`{error.field}` of the model's generation_config.json must be {error.allowed}. Given: {error.given}. "
+                f"Set `sampling.{error.field}`."
+            ) from error
+        return self
 
 
 class ChatSettings(ChatArgs):

@@ -1,5 +1,6 @@
 """Options: a bad value refuses to start and says which, and the shipped files are right."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,26 @@ def test_sections_arrive_where_they_are_used() -> None:
     assert settings.sampling == SamplingDefaults(temperature=0.3, top_p=0.5)
     assert (settings.max_inflight_requests, settings.strict, settings.truncation) == (3, True, "error")
     assert (settings.stream.keep_alive_s, settings.tokenizer_threads, settings.versions) == (3, 5, {"ray": "2"})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"top_k": 50.5}, "`top_k` of the model's generation_config.json must be an integer -1, 0 or >= 1. Given: a float."),
+        ({"temperature": "0.7"}, "`temperature` .* must be a number in .* Given: a str"),
+        ({"top_p": 0}, "`top_p` .* Given: 0. Set `sampling.top_p`."),
+    ],
+)
+def test_a_default_that_no_request_may_have_is_refused_unless_the_operator_sets_it(
+    tmp_path: Path, given: dict[str, Any], words: str
+) -> None:
+    """Requests that leave the field out would be refused for it."""
+    (tmp_path / "generation_config.json").write_text(json.dumps(given | {"min_p": None, "eos_token_id": 2}))
+    own = SamplingDefaults.from_folder(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        AppArgs().api_settings(own, {})
+    settings = AppArgs.model_validate({"sampling": dict.fromkeys(given, 1)}).api_settings(own, {})
+    assert settings.sampling == SamplingDefaults(**dict.fromkeys(given, 1))
 
 
 def test_a_model_folder_is_shown_by_its_last_part_only() -> None:
