@@ -81,8 +81,7 @@ async def rank(
         documents, scored = await _scored_texts(served, body, field)
     else:
         documents, scored = await _scored_conversations(served, body, field)
-    top_n = None if body.texts is not None else body.top_n
-    order = ranked(scored.raw if _wants_raw(body) else scored.activated, scored.raw, top_n, scored.errors)
+    order = ranked(scored.raw if _wants_raw(body) else scored.activated, scored.raw, body.top_n, scored.errors)
     ranking = Ranking(served.id, order, scored.truncated, scored.prompt_tokens, scored.cached_tokens)
     report_items(handler, context, scored.truncated, scored.errors)
     size = context.body_bytes + ENTRY_BYTES * len(ranking.order)
