@@ -176,6 +176,7 @@ async def killed(fast: Fast, rng: random.Random) -> tuple[Seen, list[float]]:
     """What clients saw, and the seconds after each kill until all was whole."""
     seen, over, times = Seen(), asyncio.Event(), list[float]()
     limits = httpx.Limits(max_connections=64)
+    await until_whole(fast)  # one ingress is ready, the other may not be yet
     async with httpx.AsyncClient(base_url=fast.url, timeout=120, trust_env=False, limits=limits) as http:
         peace = [
             await (stream(http, path, body, Seen()) if body.get("stream") else plain(http, path, body))
