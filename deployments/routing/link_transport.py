@@ -153,8 +153,7 @@ class LinkTransport(PeriodicTask):
             self._figures.losses[cause] += 1
             log.warning("The link to replica %s was lost: %s.", link.address.replica, cause)
             if cause == "died":
-                names = [name for name in self._loads.replicas if name != link.address.replica]
-                self._loads.publish(names, dead=link.address.replica)
+                self._loads.died(link.address.replica)
             link.fail(cause)
             self._look_soon()
 

@@ -146,16 +146,26 @@ class LoadTracker:
     def publish(self, names: Iterable[str], *, dead: str | None = None) -> None:
         """Takes the unique ids of the replicas that run now. `dead` is missing because its process is gone."""
         with self._lock:
-            before = self._replicas.keys()
-            self._replicas = {name: self._replicas.get(name, _Replica()) for name in names}
-            self._table = _LoadTable(self._replicas)
-            joined, left = self._replicas.keys() - before, before - self._replicas.keys() - {dead}
-            self._left |= dict.fromkeys(left, self._clock())
-            for name in [*joined, *list(self._left)[:-MAX_LEFT]]:
-                self._left.pop(name, None)
+            joined, left = self._take(names, dead)
         if joined or left:
             for listener in self._listeners:
-                listener(frozenset(joined), frozenset(left))
+                listener(joined, left)
+
+    def died(self, name: str) -> None:
+        """Takes out a replica whose process is gone. Runs in any thread: what is published meanwhile stays."""
+        with self._lock:
+            self._take([other for other in self._replicas if other != name], name)
+
+    def _take(self, names: Iterable[str], dead: str | None) -> tuple[frozenset[str], frozenset[str]]:
+        """Returns the replicas that joined and those that are stopping."""
+        before = self._replicas.keys()
+        self._replicas = {name: self._replicas.get(name, _Replica()) for name in names}
+        self._table = _LoadTable(self._replicas)
+        joined, left = self._replicas.keys() - before, before - self._replicas.keys() - {dead}
+        self._left |= dict.fromkeys(left, self._clock())
+        for name in [*joined, *list(self._left)[:-MAX_LEFT]]:
+            self._left.pop(name, None)
+        return frozenset(joined), frozenset(left)
 
     def has_left(self, name: str) -> bool:
         """Returns whether it was stopped on purpose. A replica that has just gone may be missing because it died."""

@@ -133,7 +133,7 @@ def test_sections_arrive_where_they_are_used() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"top_k": 50.5}, "`top_k` of the model's generation_config.json must be an integer -1, 0 or >= 1. Given: a float."),
+        ({"top_k": 50.5}, "`top_k` of the model.s generation_config.json must be an integer .* Given: a float."),
         ({"temperature": "0.7"}, "`temperature` .* must be a number in .* Given: a str"),
         ({"top_p": 0}, "`top_p` .* Given: 0. Set `sampling.top_p`."),
     ],

@@ -1,7 +1,8 @@
 """Tests who learns that a replica takes no more calls, and whether it was stopped or has died."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -31,6 +32,22 @@ def test_listeners_hear_who_joins_and_who_leaves_but_not_who_died() -> None:
     loads.publish(["b", "c"])
     loads.publish(["c"], dead="b")
     assert heard == [({"a", "b"}, set()), ({"c"}, {"a"})]
+
+
+def test_one_that_joins_while_another_is_found_dead_stays() -> None:
+    """The router's thread publishes; the loop's finds out that a link's replica died."""
+    loads, heard = LoadTracker(), list[tuple[set[str], set[str]]]()
+    loads.publish(["a", "b"])
+    loads.listen(lambda joined, left: heard.append((set(joined), set(left))))
+    found = threading.Thread(target=loads.died, args=("a",))
+
+    def names() -> Iterator[str]:
+        found.start()  # it waits until all names are taken
+        yield from ("a", "b", "new")
+
+    loads.publish(names())
+    found.join()
+    assert loads.replicas == ("b", "new") and heard == [({"new"}, set())]
 
 
 def test_a_replica_has_left_a_while_after_it_had_to_stop() -> None:
