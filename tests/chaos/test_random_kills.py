@@ -132,7 +132,7 @@ async def client(
             if not same(found, expected, seen):
                 seen.failed[f"{path}: another answer"] += 1
         except (AssertionError, httpx.TransportError) as error:
-            seen.failed[f"{type(error).__name__}: {error}"[:150]] += 1
+            seen.failed[f"{path} {type(error).__name__}: {error}"[:150]] += 1
             seen.failed_after_s.append(round(time.monotonic() - seen.killed_at, 2))
 
 
