@@ -234,7 +234,7 @@ class PrefixCache:
         """Returns the node that ends with the last token that it shares with `ids`, the slots on the way, and their
         number. Touches the nodes.
 
-        A node of which `ids` have only the first part is split: a lock of the rest would keep what nobody uses.
+        A node is split where the match ends within it: a lock of the rest would keep tokens without a user.
         """
         parts: list[Int32s] = []
         depth = 0
