@@ -129,7 +129,10 @@ class OutputProcessor:
             return
         suspects = {id(sequence) for sequence, wrong in zip(step.sampled, bad.tolist(), strict=True) if wrong}
         for sequence in step.completed:
-            if sequence.phase is Phase.CLOSED or id(sequence) in suspects:
+            closed, suspect = sequence.phase is Phase.CLOSED, id(sequence) in suspects
+            if closed and suspect:  # its caller left while the step ran, so that no failure follows
+                self._scheduler.running.distrust(sequence)
+            if closed or suspect:
                 continue
             self._scheduler.running.share_prompt(sequence)
             sequence.parent.prompt_done = True

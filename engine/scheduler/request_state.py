@@ -152,6 +152,7 @@ class SequenceState:
     shared: int = 0
     computed: int = 0
     target: int = 0
+    kept: int = 0  # once it is closed: tokens whose keys and values go to the tree when its slots are freed
     preemptions: int = 0
     turn: int = 0  # its latest one in decode steps that hold a part of the rows, ascending
     drafted: int = 0  # drafted tokens that no chunk has reported yet

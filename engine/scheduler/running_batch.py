@@ -244,15 +244,19 @@ class RunningBatch:
         self._table.open[sequence.slot] = False
         known = int(self._table.known[sequence.slot])
         sequence.output = self._table.tokens[sequence.slot, len(sequence.prompt) : known].copy()
-        valid = sequence.shared
+        sequence.kept = sequence.shared
         if keep:
-            valid = known - 1 if phase is Phase.DECODE else sequence.computed
+            sequence.kept = known - 1 if phase is Phase.DECODE else sequence.computed
 
         def release() -> None:
             self._sampler.release(sequence.slot)
-            self._release(sequence, valid)
+            self._release(sequence, sequence.kept)
 
         self._kv_cache.free_later(release)
+
+    def distrust(self, sequence: SequenceState) -> None:
+        """Notes that what a closed sequence computed is not sound, so that the tree gets nothing of it."""
+        sequence.kept = sequence.shared
 
     def _release(self, sequence: SequenceState, valid: int) -> None:
         """Returns the request slot and all pool slots but those of the first `valid` tokens.

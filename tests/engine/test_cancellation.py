@@ -10,6 +10,7 @@ import pytest
 
 from engine.batch.input_batch import StepKind
 from engine.requests import GenerateRequest, ScoreRequest
+from gpu_sampler.output import RowFlag
 
 MakeRig = Callable[..., Any]
 MakeScore = Callable[..., ScoreRequest]
@@ -102,6 +103,32 @@ async def test_a_cancelled_score_job_frees_everything_within_two_steps(
     gate = Gate(rig, StepKind.SCORE, stop_at)
     task = asyncio.create_task(rig.engine.score(score_job(range(25), [[n, n] for n in range(99)])))
     assert await steps_until_free(rig, gate, task, 0) <= 2
+
+
+@both
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_prompt_whose_logits_are_not_finite_stays_out_of_the_tree(
+    make_rig: MakeRig, generate_job: MakeJob, overlap: bool, leaves: bool
+) -> None:
+    """Else every later request with this prompt would attend to what one step got wrong."""
+    rig = make_rig(overlap=overlap)
+    gate, sample = Gate(rig, StepKind.PREFILL, 1), rig.sampler.sample
+
+    def spoil(logits: Any, slots: Any) -> Any:
+        out = sample(logits, slots)
+        out.flags[:] = int(RowFlag.BAD_VALUE)
+        return out
+
+    rig.sampler.sample = spoil
+    task = asyncio.create_task(rig.run(generate_job(range(30))))
+    await gate.wait()
+    if leaves:
+        task.cancel()
+        await asyncio.wait([task])  # the thread takes the cancellation before it reads an overlapped step
+    gate.open()
+    await asyncio.gather(task, return_exceptions=True)
+    await rig.idle()
+    assert rig.engine.stats().kv_slots_cached == 0
 
 
 async def test_a_queued_request_is_never_computed(make_rig: MakeRig, generate_job: MakeJob) -> None:
