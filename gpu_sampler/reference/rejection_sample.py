@@ -205,11 +205,14 @@ def verify(
     own = draw(rows, [row for one in requests if _draws_all(one) for row in _rows(one)])
     stops = [_stop(rows, one, own, rules) for one in requests]
     ends = [one.first + stop.accepted for one, stop in zip(requests, stops, strict=True)]
-    last = draw(rows, [end for one, end, stop in zip(requests, ends, stops, strict=True) if stop.weight is None])
+    undrawn = [
+        end for one, end, stop in zip(requests, ends, stops, strict=True) if stop.weight is None and not _draws_all(one)
+    ]
+    own[undrawn] = draw(rows, undrawn)[undrawn]  # each row once: a draw may leave its kept tokens
     tokens = np.full(len(places), INVALID_TOKEN, np.int32)
     for one, stop, end in zip(requests, stops, ends, strict=True):
         tokens[one.first : end] = one.run.drafts[: stop.accepted]
-        tokens[end] = last[end] if stop.weight is None else _residual_token(rows, one, stop)
+        tokens[end] = own[end] if stop.weight is None else _residual_token(rows, one, stop)
         if stop.bad is not None:
             rows.flags[one.first + stop.bad] |= np.uint32(RowFlag.BAD_PROPOSAL)
     counts = np.array([stop.accepted + 1 for stop in stops], np.int32)

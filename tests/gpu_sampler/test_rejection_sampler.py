@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gpu_sampler.output import RowFlag, SampleOutput, VerifyOutput, VerifyWords
+from gpu_sampler.reference import filters
 from gpu_sampler.sampler import LogprobsMode, Sampler
 from gpu_sampler.sampling_params import INVALID_TOKEN, SamplingParams
 from gpu_sampler.spec_decode import PROPOSAL_IDS, Proposal, ProposalKind, Rule, VerifyRules
@@ -80,6 +81,24 @@ def test_run_without_drafts_is_sample_bit_for_bit(rule: Rule, mode: LogprobsMode
         assert (found.tokens[:, 1:] == INVALID_TOKEN).all() and not found.flags[:, 1:].any()
         for one, other in ((x.state.table, y.state.table) for x, y in [samplers]):
             assert (one == other).all()
+
+
+def test_strict_rows_whose_nucleus_is_scanned_after_many_draws_say_what_sample_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scan belongs to the row's only draw: its kept tokens must not be drawn from anew."""
+    monkeypatch.setattr(filters, "MAX_DRAWS", 8)
+    rows, size = 16, 1200
+    logits = np.random.default_rng(0).normal(0, 0.1, (rows, size)).astype(np.float32)
+    samplers = [Sampler(num_slots=rows + 1, vocab_size=size) for _ in range(2)]
+    for sampler in samplers:
+        for slot in range(1, rows + 1):
+            sampler.admit(slot, SamplingParams(top_p=0.3, seed=slot), (3, 5), seed=slot)
+    expected = samplers[1].sample(logits, range(1, rows + 1))
+    assert (expected.flags & RowFlag.NUCLEUS_SCAN).any()
+    proposal = Proposal(np.full((rows, 0), -1, np.int32), np.full(rows, ProposalKind.ONE_HOT, np.uint8))
+    found = samplers[0].verify(logits, range(1, rows + 1), proposal)
+    assert found.tokens[:, 0].tolist() == expected.tokens.tolist()
 
 
 def admitted(mode: LogprobsMode = "raw_logprobs", **more: Any) -> Sampler:
