@@ -23,7 +23,8 @@ from gpu_sampler.startup_progress import StartupProgress, timed
 from gpu_sampler.state.device_state import DeviceState
 from gpu_sampler.state.host_state import SamplingState, SlotFlag
 
-MIN_TEMPERATURE: Final = 1e-2  # below it z / T as float32 rounds away a thousandth of a nat at z = 20
+# Below it z / T as float32 rounds away a thousandth of a nat at z = 20. Slots keep temperatures as float32.
+MIN_TEMPERATURE: Final = float(np.float32(1e-2))
 # A round of its rejection takes one number of the row's sequence, and halves a bracket of float32 values in [0, 1] or
 # better: there are some 150 rounds at most.
 _NUMBERS_A_CALL: Final = 1024

@@ -212,6 +212,16 @@ def test_rows_are_called_by_their_own_top_k_alone(recorder: Recorder, monkeypatc
     )
 
 
+@pytest.mark.parametrize(("temperature", "taken"), [(0.01, True), (0.0099, False)])
+def test_rows_of_the_least_temperature_are_taken(recorder: Recorder, temperature: float, taken: bool) -> None:
+    """The slot keeps it as float32, which rounds 0.01 downwards."""
+    state = SamplingState(num_slots=2, vocab_size=111)
+    rows = FlashInferRows(state, torch.device("cpu"), processed=False)
+    state.admit(1, SamplingParams(**PLAIN | {"temperature": temperature}), [1], seed=1)
+    rows.note(1)
+    assert (rows.taken(np.array([1]), (("candidates", np.arange(1)),)) is not None) == taken
+
+
 def test_arguments_of_another_kind_are_refused(recorder: Recorder) -> None:
     sampler = FlashInferSampler(torch.device("cpu"), seed=1)
     z, top_k, top_p = rows_of(3)
