@@ -182,7 +182,7 @@ class TritonSampler:
         if self._flashinfer is not None and (away := self._flashinfer.taken(rows, plan.branches)) is not None:
             taken, left = away
             flags |= LaunchFlags.FLASHINFER
-            if plan.n_top is not None:
+            if plan.n_top is not None and not self.processed:  # a processed row that reports is never FlashInfer's
                 flags |= _REPORTS
             plan = plan._replace(branches=left, elsewhere=taken)
         lists = bool(flags & _WITH_LISTS)  # few variants to compile

@@ -12,6 +12,7 @@ import gpu_sampler.triton_sampler as triton_sampler
 from gpu_sampler.output import OutputWords
 from gpu_sampler.sampler import LogprobsMode, Sampler
 from gpu_sampler.sampling_params import SamplingParams
+from gpu_sampler.startup_progress import StartupProgress
 from gpu_sampler.triton_sampler import LaunchFlags, kernels_of
 from tests.support.edges import LIMITS, values
 from tests.support.guards import GUARD, POISON, Guarded
@@ -133,6 +134,34 @@ def test_what_is_launched_is_what_was_planned(device: str, slots: Any, monkeypat
     with recorded(monkeypatch) as launched:
         sampler.sample(logits_of(len(slots), device), slots)
     assert tuple(launched) == sampler.plan_rows(slots).kernels
+
+
+class FirstTokens:
+    """Stands for FlashInfer: takes the first token of each row."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def warm_up(self, progress: StartupProgress) -> None: ...
+
+    def sample(self, z_RV: torch.Tensor, top_k_R: torch.Tensor | None, top_p_R: torch.Tensor) -> torch.Tensor:
+        return z_RV.argmax(1)
+
+
+@pytest.mark.parametrize("mode", [RAW, PROCESSED])
+def test_a_row_reports_the_same_beside_one_that_flashinfer_draws(
+    device: str, mode: LogprobsMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu_sampler.sampler.choose", lambda *_: "flashinfer")
+    monkeypatch.setattr("gpu_sampler.flashinfer_sampler.FlashInferSampler", FirstTokens)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    reports = {"allowed_token_ids": tuple(range(0, V, 3)), "logit_bias": ((3, 9.0),), "logprobs": 3, "temperature": 0.7}
+    rows: tuple[dict[str, Any], ...] = (reports, {"top_k": 50})
+    alone, beside = (admitted(device, rows, mode) for _ in range(2))
+    assert "flashinfer" in beside.plan_rows([1, 2]).kernels and "flashinfer" not in alone.plan_rows([1]).kernels
+    logits = logits_of(2, device)
+    expected, found = alone.sample(logits[:1].clone(), [1]), beside.sample(logits.clone(), [1, 2])
+    for name, part in expected._asdict().items():
+        assert torch.equal(getattr(found, name)[:1], part), name
 
 
 def guards_hold(device: str, mode: LogprobsMode, monkeypatch: pytest.MonkeyPatch, spill: bool = False) -> bool:
