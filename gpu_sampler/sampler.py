@@ -218,8 +218,7 @@ class Sampler:
         """
         drafts = check_proposal(proposal, len(slots), self.vocab_size)
         rows = self._checked(logits, slots, drafts + 1)
-        for name, members in self.plan_rows(rows).branches:
-            self._rows[name] += len(members)
+        self._rows.update(BRANCHES[code] for code in self._branches[rows].tolist())  # FlashInfer draws none of them
         if self._triton is not None:
             self._triton.apply()
             return self._triton.verify(logits, rows, proposal, rules, self.plan_rows(rows))

@@ -12,6 +12,7 @@ import gpu_sampler.triton_sampler as triton_sampler
 from gpu_sampler.output import OutputWords
 from gpu_sampler.sampler import LogprobsMode, Sampler
 from gpu_sampler.sampling_params import SamplingParams
+from gpu_sampler.spec_decode import Proposal
 from gpu_sampler.startup_progress import StartupProgress
 from gpu_sampler.triton_sampler import LaunchFlags, kernels_of
 from tests.support.edges import LIMITS, values
@@ -147,13 +148,18 @@ class FirstTokens:
         return z_RV.argmax(1)
 
 
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samplers made from here on draw by FirstTokens what FlashInfer may draw."""
+    monkeypatch.setattr("gpu_sampler.sampler.choose", lambda *_: "flashinfer")
+    monkeypatch.setattr("gpu_sampler.flashinfer_sampler.FlashInferSampler", FirstTokens)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+
+
 @pytest.mark.parametrize("mode", [RAW, PROCESSED])
 def test_a_row_reports_the_same_beside_one_that_flashinfer_draws(
     device: str, mode: LogprobsMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu_sampler.sampler.choose", lambda *_: "flashinfer")
-    monkeypatch.setattr("gpu_sampler.flashinfer_sampler.FlashInferSampler", FirstTokens)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    stand_in(monkeypatch)
     reports = {"allowed_token_ids": tuple(range(0, V, 3)), "logit_bias": ((3, 9.0),), "logprobs": 3, "temperature": 0.7}
     rows: tuple[dict[str, Any], ...] = (reports, {"top_k": 50})
     alone, beside = (admitted(device, rows, mode) for _ in range(2))
@@ -162,6 +168,18 @@ def test_a_row_reports_the_same_beside_one_that_flashinfer_draws(
     expected, found = alone.sample(logits[:1].clone(), [1]), beside.sample(logits.clone(), [1, 2])
     for name, part in expected._asdict().items():
         assert torch.equal(getattr(found, name)[:1], part), name
+
+
+def test_rows_of_a_verify_step_are_counted_by_the_code_that_draws_them(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
+    sampler = admitted(device, ({"top_k": 50}, {"temperature": 0}))
+    proposal = Proposal(np.full((2, 0), -1, np.int32), np.zeros(2, np.uint8))
+    for drawn in (sampler.sample(logits_of(2, device), [1, 2]), sampler.verify(logits_of(2, device), [1, 2], proposal)):
+        assert len(drawn.tokens) == 2
+    expected = {"greedy": 2, "plain": 0, "candidates": 1, "nucleus": 0, "flashinfer": 1}
+    assert sampler.stats().rows == expected
 
 
 def guards_hold(device: str, mode: LogprobsMode, monkeypatch: pytest.MonkeyPatch, spill: bool = False) -> bool:
