@@ -14,6 +14,7 @@ import pytest
 
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.channels import ResultQueue
+from engine.request_validation import MAX_INTERVAL
 from engine.requests import EngineError, ErrorCode, GenerateChunk, GenerateRequest, StepTokens
 from gpu_sampler.output import RowFlag
 
@@ -65,7 +66,7 @@ async def test_rows_that_ask_for_different_things_get_the_same_as_alone(
             generate_job([9, n, 4], max_tokens=70 + n, stop_token_ids=tuple(range(2 * n)), **widths[n % 4]),
             stream_interval=e,
         )
-        for n, e in enumerate((1, 2, 5, 70, 1 << 62, 3, 11, 1 << 62, 64))
+        for n, e in enumerate((1, 2, 5, 70, MAX_INTERVAL, 3, 11, MAX_INTERVAL, 64))
     ]
     rig = make_rig(overlap=True)
     async with asyncio.timeout(60):
@@ -76,7 +77,7 @@ async def test_rows_that_ask_for_different_things_get_the_same_as_alone(
             assert all(len(chunk.tokens) == request.stream_interval for chunk in chunks[:-1])
 
 
-@pytest.mark.parametrize("every", [1, 5, 1 << 62])
+@pytest.mark.parametrize("every", [1, 5, MAX_INTERVAL])
 async def test_a_row_that_fails_between_two_chunks_ends_its_job_immediately(
     make_rig: MakeRig, generate_job: MakeJob, every: int
 ) -> None:
