@@ -43,12 +43,12 @@ def find_head(model: ProbedModel) -> tuple[HeadSpec | None, int]:
     if hidden.shape[1] != head.in_features or own.shape[1] != head.out_features:
         return None, own.shape[1]
     tolerance = EXACT_TOLERANCE if hidden.dtype == torch.float32 else HALF_TOLERANCE
-    every = torch.arange(head.out_features, device=own.device)
     specs = [
         HeadSpec(weight=head.weight, bias=head.bias, scale=scale, softcap=softcap)
         for scale, softcap in _head_candidates(module.config.get_text_config(decoder=True))
     ]
-    errors = [float((spec.columns(hidden, every) - own).abs().max()) for spec in specs]
+    # Rounded as the model rounds: beside exact columns its own rounding hides a soft cap that small logits hardly feel.
+    errors = [float((spec.rows(hidden).float() - own).abs().max()) for spec in specs]
     best = int(np.argmin(errors))
     equal = errors[best] <= tolerance * float(own.abs().max())
     return specs[best] if equal else None, own.shape[1]

@@ -202,11 +202,14 @@ def test_a_head_that_is_no_plain_matrix_is_found_out(tiny_models: Any) -> None:
     assert HFModel(module, ENGINE).head is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "scale", "softcap"),
     [("llama", 1.0, 0.0), ("cohere", 0.0625, 0.0), ("granite", 0.25, 0.0), ("gemma2", 1, 30)],
 )
-def test_scale_and_soft_cap_of_the_head_are_measured(tiny_models: Any, name: str, scale: float, softcap: float) -> None:
-    head = HFModel(tiny_models.module(name), ENGINE).head
+def test_scale_and_soft_cap_of_the_head_are_measured(
+    tiny_models: Any, name: str, scale: float, softcap: float, dtype: torch.dtype
+) -> None:
+    head = HFModel(tiny_models.module(name).to(dtype), ENGINE).head
     assert head is not None
     assert (head.scale, head.softcap) == (scale, softcap)
