@@ -34,6 +34,7 @@ class HeadSpec:
     bias: torch.Tensor | None  # [V]
     scale: float
     softcap: float
+    divisor: float | None = None  # 1 / scale, of a model that divides by it: a product rounds in another way
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = torch.nn.functional.linear
 
     def columns(self, hidden_RH: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:
@@ -41,13 +42,17 @@ class HeadSpec:
         rows = hidden_RH.float() @ self.weight[labels_L].float().T
         if self.bias is not None:
             rows = rows + self.bias[labels_L].float()
-        rows = rows * self.scale
-        return self.softcap * torch.tanh(rows / self.softcap) if self.softcap else rows
+        return self.capped(rows)
 
     def rows(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Returns logits [R, V] in the model's dtype, as the model itself computes them."""
-        logits = self.linear(hidden_RH, self.weight, self.bias)
-        if self.scale != 1:
+        return self.capped(self.linear(hidden_RH, self.weight, self.bias))
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the products after scale and soft cap, in their dtype."""
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        elif self.scale != 1:
             logits = logits * self.scale
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 

@@ -44,8 +44,8 @@ def find_head(model: ProbedModel) -> tuple[HeadSpec | None, int]:
         return None, own.shape[1]
     tolerance = EXACT_TOLERANCE if hidden.dtype == torch.float32 else HALF_TOLERANCE
     specs = [
-        HeadSpec(weight=head.weight, bias=head.bias, scale=scale, softcap=softcap)
-        for scale, softcap in _head_candidates(module.config.get_text_config(decoder=True))
+        HeadSpec(weight=head.weight, bias=head.bias, scale=scale, softcap=softcap, divisor=divisor)
+        for scale, divisor, softcap in _head_candidates(module.config.get_text_config(decoder=True))
     ]
     # Rounded as the model rounds: beside exact columns its own rounding hides a soft cap that small logits hardly feel.
     errors = [float((spec.rows(hidden).float() - own).abs().max()) for spec in specs]
@@ -54,17 +54,18 @@ def find_head(model: ProbedModel) -> tuple[HeadSpec | None, int]:
     return specs[best] if equal else None, own.shape[1]
 
 
-def _head_candidates(config: Any) -> list[tuple[float, float]]:
-    """Returns the (scale, soft cap) pairs that a configuration may mean; `find_head` measures which one holds."""
-    scales = [1.0]
+def _head_candidates(config: Any) -> list[tuple[float, float | None, float]]:
+    """Returns the (scale, divisor, soft cap) that a configuration may mean; `find_head` measures which one holds."""
+    scales: list[tuple[float, float | None]] = [(1.0, None)]
     if getattr(config, "logit_scale", None):
-        scales.append(float(config.logit_scale))
+        scales.append((float(config.logit_scale), None))
     if getattr(config, "logits_scaling", None):
-        scales += [1 / float(config.logits_scaling), float(config.logits_scaling)]
+        scaling = float(config.logits_scaling)
+        scales += [(1 / scaling, scaling), (scaling, None)]
     caps = [NO_SOFTCAP]
     if getattr(config, "final_logit_softcapping", None):
         caps.append(float(config.final_logit_softcapping))
-    return [(scale, cap) for scale in scales for cap in caps]
+    return [(scale, divisor, cap) for scale, divisor in scales for cap in caps]
 
 
 # Packing check

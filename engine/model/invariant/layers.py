@@ -83,15 +83,11 @@ class InvariantHead(HeadSpec):
     def columns(self, hidden_RH: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:
         """Returns logits f32 [R, L], each with the bits that `rows` gives it."""
         bias = None if self.bias is None else self.bias[labels_L]
-        return self._capped(multiply(hidden_RH, self.weight[labels_L], bias, self.products, exact=True))
+        return self.capped(multiply(hidden_RH, self.weight[labels_L], bias, self.products, exact=True))
 
     def rows(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Returns logits f32 [R, V]."""
-        return self._capped(multiply(hidden_RH, self.weight, self.bias, self.products, exact=True))
-
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        logits = logits if self.scale == 1 else logits * self.scale
-        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+        return self.capped(multiply(hidden_RH, self.weight, self.bias, self.products, exact=True))
 
 
 @torch.no_grad()
@@ -118,7 +114,14 @@ def make_invariant(module: Any, head: HeadSpec | None, most_rows: int) -> Invari
             module.set_submodule(name, _invariant_norm(architecture, name, child))
     _check_layers(architecture, module)
     _make_tail_exact(architecture, module)
-    return InvariantHead(weight=head.weight, bias=head.bias, scale=head.scale, softcap=head.softcap, products=products)
+    return InvariantHead(
+        weight=head.weight,
+        bias=head.bias,
+        scale=head.scale,
+        softcap=head.softcap,
+        divisor=head.divisor,
+        products=products,
+    )
 
 
 def _refusal(reason: str) -> str:

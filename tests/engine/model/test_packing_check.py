@@ -6,13 +6,14 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, AttentionCall, AttentionStep
 from engine.attention.torch_backend import TorchAttention
-from engine.batch.input_batch import InputBatch
+from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind
 from engine.config import EngineConfig
 from engine.model.compatibility import UnsupportedModel
 from engine.model.hf_model import HFModel
@@ -213,3 +214,14 @@ def test_scale_and_soft_cap_of_the_head_are_measured(
     head = HFModel(tiny_models.module(name).to(dtype), ENGINE).head
     assert head is not None
     assert (head.scale, head.softcap) == (scale, softcap)
+
+
+@pytest.mark.parametrize("name", ["cohere", "gemma2", "granite"])
+def test_the_head_gives_the_bits_of_the_models_own_rows(tiny_models: Any, name: str) -> None:
+    changes = {"cohere": {"logit_scale": 0.3}, "granite": {"logits_scaling": 10.0}}.get(name, {})
+    model = HFModel(tiny_models.module(name, **changes), replace(ENGINE, trace_base=False))
+    ids, table = np.arange(41, dtype=np.int32), torch.zeros((1, 1), dtype=torch.int32)
+    step = [ScheduledSequence(0, ids[:0], ids + 1, ids, ids)]
+    own = model.forward(StepKind.SCORE, step, table)
+    assert model.head is not None
+    assert torch.equal(model.head.rows(model._hidden(StepKind.SCORE, step, table)), own)
