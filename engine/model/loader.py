@@ -110,16 +110,17 @@ def _checked_pair(model: ModelConfig, draft: ModelConfig) -> tuple[Path, Path, A
     """Finds and checks both models' configurations and tokenizers: (folder, draft's folder, configuration, draft's
     configuration, longest sequence)."""
     folder, draft_folder = find_folder(model), _draft_folder(draft)
-    config, draft_config = read_config(folder, model.max_model_len, model.head), read_config(draft_folder, None)
+    config = read_config(folder, model.max_model_len, model.head)
     if (kind := find_kind(config).head) is not HeadKind.LM:
         raise UnsupportedDraft(
             f"`speculation.draft` must be absent for a model with a {kind} head. Given: {draft.path}."
         )
+    length = longest_sequence(config, model.max_model_len)
+    draft_config = read_config(draft_folder, length)
     if (kind := find_kind(draft_config).head) is not HeadKind.LM:
         raise UnsupportedDraft(
             f"`speculation.draft` must be a language model. Given: {draft.path}, with a {kind} head."
         )
-    length = longest_sequence(config, model.max_model_len)
     _check_configs(config, draft_config, length, draft)
     _check_tokenizers(folder, draft_folder, draft)
     return folder, draft_folder, config, draft_config, length

@@ -18,6 +18,7 @@ from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.metrics import EngineStats
 from engine.model.checkpoint import BUILTIN
+from engine.model.compatibility import UnsupportedModel
 from engine.model.loader import BUILTIN_DRAFT, UnsupportedDraft, load_models
 from engine.requests import GenerateChunk, GenerateRequest
 from engine.scheduler.request_state import RequestTable
@@ -266,6 +267,22 @@ def test_a_draft_that_is_too_short_for_the_target_is_refused(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
     with pytest.raises(UnsupportedDraft, match=r"sequences of 64 tokens"):
         load(tmp_path)
+
+
+def test_a_draft_of_longrope_serves_sequences_that_change_no_neighbour(tmp_path: Path) -> None:
+    for file in BUILTIN_DRAFT.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((BUILTIN_DRAFT / "config.json").read_text())
+    factors = [1.0] * (config["head_dim"] // 2)
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": factors, "long_factor": factors,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    load(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"`model.max_model_len` to at most 64\. Given: 65"):
+        load(tmp_path, max_model_len=65)
 
 
 def test_both_models_have_the_same_slots() -> None:
