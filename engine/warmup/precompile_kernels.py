@@ -33,7 +33,9 @@ ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"  # one list for both commands
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 where the compiler refused a kernel, and 2 where Triton is missing or interprets."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    capabilities = given.capabilities or _named_capabilities(parser)
     torch.set_num_threads(1)  # the processes that compile are forked from this one
     try:
         from gpu_sampler.kernel_cache import check_compiles, compile_variants
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     head = Head(bias=given.head_bias, scaled=given.head_scaled, capped=given.head_capped)
     refused = 0
-    for capability in given.capabilities:
+    for capability in capabilities:
         for size in given.vocab_sizes:
             started = time.perf_counter()
             served = Served(
@@ -105,16 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     engine = EngineConfig()
     add = parser.add_argument
-    named = os.environ.get(ARCHITECTURES, "").split()
     help_ = f"of the GPUs, as 8.0 9.0a; by default what {ARCHITECTURES} names"
-    add(
-        "--capabilities",
-        nargs="+",
-        type=_capability,
-        default=[*map(_capability, named)],
-        required=not named,
-        help=help_,
-    )
+    add("--capabilities", nargs="+", type=_capability, required=not _named(), help=help_)
     add("--vocab-sizes", nargs="+", type=int, required=True, help="widths of the models' logits")
     add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the logits")
     add("--max-running", type=within(1, MAX_RUNNING_BOUND), default=engine.max_running, help="as in `engine`")
@@ -128,6 +122,18 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--head-{name}", action="store_true")
     add("--processes", type=within(1, 256), default=min(cores(), MAX_PROCESSES), help="that compile concurrently")
     return parser
+
+
+def _named() -> list[str]:
+    return os.environ.get(ARCHITECTURES, "").split()
+
+
+def _named_capabilities(parser: argparse.ArgumentParser) -> list[int]:
+    """Returns the capabilities that the environment names; ends the command where one is no capability."""
+    try:
+        return [_capability(one) for one in _named()]
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"{ARCHITECTURES} {error}")
 
 
 def _capability(text: str) -> int:

@@ -124,6 +124,17 @@ def test_the_command_names_what_it_does_not_take(given: list[str], capsys: pytes
     assert (given[0] if given else "--vocab-sizes") in capsys.readouterr().err
 
 
+def test_an_environment_without_capabilities_is_refused_by_name_unless_they_are_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(precompile_kernels.ARCHITECTURES, "8.0;9.0")
+    with pytest.raises(SystemExit):
+        precompile_kernels.main(["--vocab-sizes", "9"])
+    assert "FLASHINFER_CUDA_ARCH_LIST must be as 8.0 or 9.0a. Given: 8.0;9.0." in capsys.readouterr().err
+    given = precompile_kernels._parser().parse_args(["--vocab-sizes", "9", "--capabilities", "9.0"])
+    assert given.capabilities == [90]
+
+
 def test_a_start_up_waits_for_the_process_and_tells_the_stage(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert run("print('first'); print('9 kernels')").stages == [STAGE]
