@@ -8,7 +8,7 @@ from torch import nn
 
 from engine.config import ModelConfig
 from engine.model.architectures import PROCESS_REWARD, architectures_of, declaration_of, find_kind, is_encoder
-from engine.model.checkpoint_audit import TensorHeader
+from engine.model.checkpoint_audit import DOWNLOAD, BadCheckpoint, TensorHeader
 from engine.model.encoder.families import family_of, head_pooling
 from engine.model.heads.declared_head import make_declared_head
 from engine.model.heads.embedding_files import dense_layers, read_embedding
@@ -34,7 +34,7 @@ def make_head(
 
     Raises:
         UnsupportedModel: The head has another form than this build computes, or its labels have no names.
-        BadCheckpoint: The head's tensors are of another shape.
+        BadCheckpoint: The head's tensors are of another shape, or hold values that are not finite.
         BadDeclaration: A file declares the head, and does not fit the model.
     """
     kind, declaration = find_kind(config).head, declaration_of(config)
@@ -49,6 +49,9 @@ def make_head(
         layers, width = stored_head(module, find_kind(config).required, headers)
         info = HeadInfo(kind, width, label_names(config, width), problem_type(config), mark=tag)
         head = PoolingHead(info, layers, Pooling.LAST if kind is HeadKind.SEQUENCE else None)
+    for name, weight in head.layers.named_parameters():
+        if not bool(weight.isfinite().all()):
+            raise BadCheckpoint(f"The head's `{name}` in {folder} has values that are not finite. {DOWNLOAD}")
     return PoolingModel(module.base_model, head.to(module.device))
 
 

@@ -20,7 +20,7 @@ from engine.model.heads.info import HeadKind
 from engine.model.loader import UnsupportedDraft, check_pair, load_model, load_models
 from engine.requests import Float32s, Int32s, PoolingRequest, PoolingTask
 from tests.support.head_models import FAMILIES, config_of, save, sequence_classifier
-from tests.support.model_folders import edit_config
+from tests.support.model_folders import OTHER_SERVED, edit_config
 
 TOLERANCE = 1e-5
 LABELS = 3
@@ -212,6 +212,22 @@ def test_the_head_is_chosen_by_architecture_or_by_name(tmp_path: Path) -> None:
         read_config(folder, None)
     assert find_kind(read_config(folder, None, "sequence")).head is HeadKind.SEQUENCE
     assert find_kind(read_config(folder, None, "lm")).head is HeadKind.LM
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("qwen2_token", "score.weight"),
+        ("process_reward", "score.0.bias"),
+        ("bert_cross_encoder", "bert.pooler.dense.weight"),
+        ("bert_tokens", "classifier.weight"),
+    ],
+)
+def test_a_head_with_values_that_are_not_finite_is_refused(tmp_path: Path, name: str, tensor: str) -> None:
+    folder = OTHER_SERVED[name](tmp_path)
+    edit_weights(lambda tensors: tensors.update({tensor: tensors[tensor] * float("nan")}))(folder)
+    with pytest.raises(BadCheckpoint, match=r"head's `.*` in .* has values that are not finite\. Download"):
+        load_model(ModelConfig(path=folder, device="cpu"), EngineConfig(kv_slots=200))
 
 
 def test_a_head_needs_no_draft(tmp_path: Path) -> None:
