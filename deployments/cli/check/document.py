@@ -4,7 +4,7 @@ Ray drops keys that its schemas do not have, at the top and in every deployment,
 keys. Both are reported here.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,14 +44,15 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self.twice: list[tuple[str, int]] = []
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set[Hashable]()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                self.twice.append((str(key), key_node.start_mark.line + 1))
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Looks at the keys as they are written: construction puts those of `<<` among them."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen = set[tuple[str, str]]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen:
+                self.twice.append((key.value, key.start_mark.line + 1))
+            seen.add((key.tag, key.value))
+        return node
 
 
 def read(file: Path) -> Document:

@@ -336,3 +336,19 @@ def test_the_reader_names_the_line_of_a_second_key(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("a: 1\nb:\n  c: 1\n  c: 2\n")
     assert "line 4" in document.read(file).findings[0].message
+
+
+def test_a_merge_key_is_read_as_serve_reads_it(tmp_path: Path) -> None:
+    text = "a: &a {device: cpu}\nb: &b\n  <<: *a\n  device: cuda\n  path: x\nc: {<<: *b, path: y}\n"
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    assert document.read(file) == document.Document(yaml.safe_load(text), ())
+    file.write_text(f"{text}d: {{<<: *b, path: y, path: z}}\n")
+    assert [(one.where, "line 7" in one.message) for one in document.read(file).findings] == [("path", True)]
+
+
+def test_a_key_that_is_no_text_is_no_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("? [a]\n: 1\n")
+    with pytest.raises(document.Unreadable, match="unhashable key"):
+        document.read(file)
