@@ -22,6 +22,7 @@ from deployments.cli.score_files.reader import READERS, InputError, InputFile, I
 from deployments.cli.score_files.routes import ROUTES, RecordFields, ScoringRoute, request_field
 
 STDIN = Path("-")
+MAX_TIMEOUT_S = 86_400
 CHECKED = 16  # records that are looked at before the first request
 ALL_SCORED, SOME_FAILED, REFUSED, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130
 STATUSES = """exit status: 0 every item has a score; 1 some have an error instead; 2 the options, the input or the
@@ -75,7 +76,7 @@ def add(commands: Any) -> None:
     )
     option("--batch-items", type=_positive, default=64, help="largest number of items in a request (%(default)s)")
     option("--concurrency", type=_positive, default=8, help="concurrent requests (%(default)s)")
-    option("--timeout", type=float, default=120.0, metavar="SECONDS", help="for one answer (%(default)g)")
+    option("--timeout", type=_seconds, default=120.0, metavar="SECONDS", help="for one answer (%(default)g)")
     option(
         "--patience", type=float, default=300.0, metavar="SECONDS", help="for all attempts of a request (%(default)g)"
     )
@@ -263,6 +264,13 @@ def _field(text: str) -> tuple[str, Any]:
         return request_field(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= MAX_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(f"must be in (0, {MAX_TIMEOUT_S}]. Given: {text}.")
+    return number
 
 
 def _positive(text: str) -> int:

@@ -208,7 +208,13 @@ def test_options_that_make_no_sense_are_refused(
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--set", "labels=1"], ["--set", "x"], ["--batch-items", "0"]])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--set", "labels=1"], ["--set", "x"], ["--batch-items", "0"],
+        ["--timeout", "0"], ["--timeout", "nan"], ["--timeout", "inf"],
+    ],
+)  # fmt: skip
 def test_an_option_that_cannot_be_read_is_usage(score: Score, make_input: Any, option: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         score(make_input(3), *option)
