@@ -3,12 +3,12 @@
 import argparse
 import asyncio
 import math
-import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from deployments.cli.api_key import api_key
 from deployments.cli.bench.workloads import WORKLOADS
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
@@ -55,10 +55,10 @@ def run(given: argparse.Namespace) -> int:
     from deployments.cli.bench.results import Table
     from deployments.cli.launch import system_info
 
-    target = load_generator.Target(given.url.rstrip("/"), os.environ.get("ASSAY_API_KEY"), given.timeout)
     before = system_info.load()
     try:
         _agree(given)
+        target = load_generator.Target(given.url.rstrip("/"), api_key(), given.timeout)
         model, server = runner.served(target)
         table = Table(None if given.no_table else sys.stderr)
         work = runner.LoadTest(target=target, model=model, given=given, table=table)

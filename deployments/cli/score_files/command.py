@@ -3,7 +3,6 @@ command continues where the output ends."""
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deployments.cli.api_key import api_key
 from deployments.cli.progress import ProgressBar, duration
 from deployments.cli.score_files.client import GaveUp, Refusal, ServiceClient, in_order
 from deployments.cli.score_files.journal import Journal, JournalError
@@ -207,9 +207,7 @@ def _prepare(given: argparse.Namespace) -> FileScorer:
         fields=dict(given.set),
         max_items=given.batch_items,
     )  # fmt: skip
-    service = ServiceClient(
-        given.url, api_key=os.environ.get("ASSAY_API_KEY"), timeout_s=given.timeout, patience_s=given.patience
-    )
+    service = ServiceClient(given.url, api_key=api_key(), timeout_s=given.timeout, patience_s=given.patience)
     return FileScorer(source=InputFile(given.input), route=route, service=service, concurrency=given.concurrency)
 
 

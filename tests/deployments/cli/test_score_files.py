@@ -208,6 +208,20 @@ def test_options_that_make_no_sense_are_refused(
     assert words in capsys.readouterr().err
 
 
+def test_a_key_is_sent_without_its_line_end_and_a_wrong_one_is_not_shown(
+    service: Any, score: Score, make_input: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASSAY_API_KEY", "assay-sk-1\r\n")
+    assert score(make_input(3)) == 0
+    assert [one["authorization"] for one in service.headers] == ["Bearer assay-sk-1"]
+    for wrong in ("assay-sk-1\nassay-sk-2", "assay-sk-\u00fc"):
+        monkeypatch.setenv("ASSAY_API_KEY", wrong)
+        assert score(make_input(3)) == 2
+        said = capsys.readouterr().err
+        assert "`ASSAY_API_KEY` must be printable ASCII" in said and "assay-sk" not in said
+    assert len(service.bodies) == 1
+
+
 @pytest.mark.parametrize(
     "option",
     [

@@ -270,6 +270,15 @@ def test_what_cannot_be_tested_is_refused(
         bench(service, "--rates", "0")
 
 
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
+    service: Service, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASSAY_API_KEY", f"{SECRET}\n{SECRET}")
+    assert bench(service) == 2
+    said = capsys.readouterr().err
+    assert "`ASSAY_API_KEY` must be printable ASCII" in said and SECRET not in said
+
+
 @pytest.mark.full
 def test_an_interrupt_ends_it_and_keeps_what_was_measured(service: Service, tmp_path: Path) -> None:
     """In a process of its own, as a user would: some load after the first is never answered."""
