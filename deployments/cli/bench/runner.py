@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from dataclasses import asdict, dataclass, field
+from http.client import HTTPException
 from typing import Any
 
 from deployments.cli.bench import load_generator, plot, results
@@ -137,7 +138,7 @@ def served(target: load_generator.Target) -> tuple[ServedModel, dict[str, Any]]:
         data = _get(target, "/v1/models")["data"][0]
         version = _get(target, "/version")
         return ServedModel(str(data["id"]), int(data["assay"]["vocab_size"])), {"model": data["id"], **version}
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (OSError, HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
         raise NoService(f"{target.url} is not the URL of this service: {type(error).__name__} {error}") from None
 
 

@@ -5,10 +5,10 @@ import queue
 import random
 import threading
 import time
-import urllib.parse
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import urllib3
@@ -106,11 +106,8 @@ class ServiceClient:
         patience_s: float = 300.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"`--url` must be http://HOST[:PORT][/PREFIX] or https. Given: {url}.")
+        self._host = _host_of(url)
         self._url = url.rstrip("/")
-        self._host = parts.hostname
         self._patience_s = patience_s
         self._sleep = sleep
         headers = {"content-type": "application/json", "accept": "application/json"}
@@ -160,6 +157,15 @@ class ServiceClient:
     def close(self) -> None:
         """Closes idle connections; a request in flight closes its own."""
         self._connections.clear()
+
+
+def _host_of(url: str) -> str:
+    """Reads a URL as the connections do. Raises ValueError if it is not that of a service."""
+    with suppress(urllib3.exceptions.LocationParseError):
+        parts = urllib3.util.parse_url(url)
+        if parts.scheme in ("http", "https") and parts.host and not parts.query and not parts.fragment:
+            return parts.host
+    raise ValueError(f"`--url` must be http://HOST[:PORT][/PREFIX] or https. Given: {url}.")
 
 
 def _object(answer: bytes) -> dict[str, Any] | Refusal:

@@ -52,7 +52,18 @@ def test_the_prefix_of_the_url_is_kept(service: Any, patient: Patient) -> None:
     assert service.headers[0]["path"] == "/app/generative_scoring"
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://host/?a=1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000",
+        "ftp://host",
+        "http://",
+        "http://host/?a=1",
+        "http://host:80x",
+        "http://host:99999",
+        "http://a b",
+    ],
+)
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="--url"):
         ServiceClient(url)

@@ -259,8 +259,12 @@ def test_a_run_without_an_answer_is_status_1_and_rejects_are_answers(service: Se
 
 
 @pytest.mark.parametrize(
-    "wrong", [("--rates", "1", "--concurrency", "1"), ("--runs", "0"), ("--url", "http://127.0.0.1:9")]
-)
+    "wrong",
+    [
+        ("--rates", "1", "--concurrency", "1"), ("--runs", "0"), ("--url", "http://127.0.0.1:9"),
+        ("--url", "http://127.0.0.1:80x"),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_tested_is_refused(
     service: Service, wrong: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
