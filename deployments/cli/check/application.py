@@ -49,16 +49,22 @@ DIRECT_INGRESS_PORTS = ((30_000, 31_000, "HTTP"), (40_000, 41_000, "gRPC"))  # w
 MIN_PORT, MAX_PORT = 1, 65_535
 
 
+def check_port(config: dict[str, Any]) -> Iterator[Finding]:
+    """Checks that the HTTP port is one."""
+    http = _port(config, "http_options", HTTP_PORT)
+    if http is not None and not MIN_PORT <= http <= MAX_PORT:
+        yield error("http_options.port", f"A port must be in [{MIN_PORT}, {MAX_PORT}]. Given: {http}.")
+
+
 def check_ports(config: dict[str, Any]) -> Iterator[Finding]:
     """Checks that no two parts of the service, and no other process, listen on the same port."""
     http = _port(config, "http_options", HTTP_PORT)
     grpc = _port(config, "grpc_options", GRPC_PORT)
-    if http is None:
+    wrong = list(check_port(config))
+    yield from wrong
+    if http is None or wrong:
         return
     where = "http_options.port"
-    if not MIN_PORT <= http <= MAX_PORT:
-        yield error(where, f"A port must be in [{MIN_PORT}, {MAX_PORT}]. Given: {http}.")
-        return
     if http in RAY_PORTS:
         yield error(where, f"{RAY_PORTS[http]} listens there: choose another. Given: {http}.")
     if _grpc_listens(config) and http == grpc:

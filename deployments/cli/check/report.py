@@ -143,7 +143,7 @@ def _here() -> resources.MachineResources:
 
 def errors_of(config: dict[str, Any]) -> list[Finding]:
     """Finds the errors that stop a config from starting on this machine, or open it to others, without building it."""
-    findings = list(document.check_schema(config))
+    findings = [*document.check_schema(config), *application.check_port(config)]
     applications = config.get("applications")
     for index, one in enumerate(applications if isinstance(applications, list) else []):
         if isinstance(one, dict) and one.get("import_path") == application.IMPORT_PATH:

@@ -64,8 +64,8 @@ class LocalService:
 
     def refuse(self) -> None:
         """Raises CannotServe if the port is taken, or fast mode would be open to other machines."""
-        url = next(iter(self.urls.values()))
-        if taken(url):
+        url = next(iter(self.urls.values()), None)
+        if url is not None and taken(url):
             raise CannotServe(f"{url} is taken by another process: change http_options.port in {self.name}.")
         if self.fast and os.environ.get("RAY_AUTH_MODE", "token") != "token":
             raise CannotServe(
@@ -226,27 +226,31 @@ def follow(statuses: Statuses, urls: Mapping[str, str], name: str, poll_s: float
 
 
 def urls_of(config: object) -> dict[str, str]:
-    """Returns the URL of each application of a Serve config, from this machine."""
+    """Returns the URL of each application of a Serve config, from this machine; of a wrong config, what can be read."""
     found = config if isinstance(config, dict) else {}
-    http = found.get("http_options") or {}
+    options, given = found.get("http_options"), found.get("applications")
+    http = options if isinstance(options, dict) else {}
     host = str(http.get("host", LOOPBACK))
     host = LOOPBACK if host in EVERY_INTERFACE else f"[{host}]" if ":" in host else host
-    applications = found.get("applications") or [{}]
+    applications = given if isinstance(given, list) and given else [{}]
     return {
         str(one.get("name", "default")): f"http://{host}:{http.get('port', 8000)}"
-        + (one.get("route_prefix") or "/").rstrip("/")
+        + str(one.get("route_prefix") or "/").rstrip("/")
         for one in applications
         if isinstance(one, dict)
     }
 
 
 def taken(url: str) -> bool:
-    """Says whether a process listens there; Serve would start nevertheless, and share the port or wait."""
-    parts = urllib.parse.urlsplit(url)
+    """Says whether a process listens there; Serve would start nevertheless, and share the port or wait.
+
+    Nobody listens on a port that is none, which the check of the config names.
+    """
     try:
+        parts = urllib.parse.urlsplit(url)
         with socket.create_connection((parts.hostname or LOOPBACK, parts.port or 80), timeout=2):
             return True
-    except OSError:
+    except (OSError, ValueError):
         return False
 
 

@@ -96,6 +96,31 @@ def test_what_is_no_config_is_refused(text: str | bytes, tmp_path: Path) -> None
         local_serve.read(config)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("applications: {name: assay}", "applications: Input should be a valid list."),
+        ("applications: 5", "applications: Input should be a valid list. Given: 5."),
+        ("http_options: 8000", "http_options: Input should be a valid dictionary"),
+        ("http_options: {port: 80a}\napplications: []", "http_options.port: Input should be a valid integer"),
+        (
+            "http_options: {port: 99999}\napplications: []",
+            "http_options.port: A port must be in [1, 65535]. Given: 99999.",
+        ),
+        ("applications: [{route_prefix: 5}]", "applications[0].route_prefix: Input should be a valid string"),
+    ],
+)
+def test_a_value_of_a_wrong_kind_is_named(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_env, "adopt", lambda wanted: None)
+    monkeypatch.setattr(local_serve, "_serve", lambda *given: pytest.fail("it was started"))
+    config = tmp_path / "config.yaml"
+    config.write_text(text)
+    assert local_serve.serve(config) == 1
+    assert words in capsys.readouterr().err
+
+
 def test_fast_mode_is_refused_without_rays_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas unpickle what arrives on a port of every interface; the token is the only guard."""
     monkeypatch.setattr(local_serve, "taken", lambda url: False)
