@@ -11,7 +11,10 @@ from deployments.cli.launch import system_info
 from deployments.cli.score_files import command as score
 
 UNAVAILABLE = 2
-SERVICE_PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "fastapi", "starlette", "msgspec")
+SERVICE_PACKAGES = (
+    "ray", "torch", "transformers", "tokenizers", "safetensors", "fastapi", "starlette", "msgspec", "httpx",
+    "huggingface_hub",
+)  # fmt: skip
 COMMANDS = (serve, check, pull, models, score, bench, keys, env)
 
 

@@ -26,7 +26,8 @@ sys.exit(main(sys.argv[1:]))
 """
 CLIENT = {"numpy", "aiohttp", "pydantic", "psutil", "pyyaml", "urllib3"}
 OF_THE_SERVICE = ("torch", "ray", "transformers", "tokenizers", "safetensors", "fastapi", "starlette", "msgspec",
-                  "prometheus_client", "jinja2", "uvicorn", "huggingface_hub", "pyarrow")  # fmt: skip
+                  "prometheus_client", "jinja2", "uvicorn", "httpx", "huggingface_hub",
+                  "pyarrow")  # fmt: skip
 
 
 def light(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -56,7 +57,7 @@ def test_a_client_needs_neither_torch_nor_ray() -> None:
 
 
 def test_the_service_says_what_to_install() -> None:
-    for verb in (["serve"], ["check", "x.yaml"]):
+    for verb in (["serve"], ["check", "x.yaml"], ["pull", "org/model"]):
         found = light(*verb)
         assert found.returncode == 2
         assert "is not installed: pip install 'assay-serve[serve]'" in found.stderr
