@@ -88,7 +88,9 @@ def _all(loader: _Loader) -> Iterator[Any]:
 
 
 def _from_manifest(manifest: dict[str, Any], findings: list[Finding]) -> Document:
-    spec = manifest.get("spec") or {}
+    spec = manifest.get("spec")
+    if not isinstance(spec, dict):
+        raise Unreadable("`spec` of a RayService must be a mapping.")
     findings += [error(f"spec.{name}", f"Remove it: {why}.") for name, why in REMOVED.items() if name in spec]
     inner = spec.get("serveConfigV2")
     if not isinstance(inner, str):

@@ -91,12 +91,16 @@ def check(file: Path, *, with_model: bool = True) -> Report:
     """
     found = document.read(file)
     config = found.config
-    findings = [*found.findings, *document.check_schema(config), *application.check_ports(config)]
+    schema = list(document.check_schema(config))
+    findings = [*found.findings, *schema, *application.check_ports(config)]
     plans = []
     applications = config.get("applications")
     for index, one in enumerate(applications if isinstance(applications, list) else []):
         if isinstance(one, dict):
-            plan, more = _application(config, one, under("applications", index), with_model)
+            where = under("applications", index)
+            overrides = under(where, "deployments")
+            known = not any(each.where.startswith(overrides) for each in schema)
+            plan, more = _application(config, one, where, with_model, known)
             findings += more
             plans += [plan] if plan else []
     parts = [part for plan in plans for part in plan.parts]
@@ -105,14 +109,15 @@ def check(file: Path, *, with_model: bool = True) -> Report:
 
 
 def _application(
-    config: dict[str, Any], given: dict[str, Any], where: str, with_model: bool
+    config: dict[str, Any], given: dict[str, Any], where: str, with_model: bool, known: bool
 ) -> tuple[StartPlan | None, list[Finding]]:
+    """Checks one application. Unless the options of its deployments are `known`, nothing that depends on them is."""
     findings = list(application.check_path(given, where))
     if findings:
         return None, findings
     inside = under(where, "args")
     args, found = document.check_arguments(given.get("args") or {}, inside)
-    if args is None:
+    if args is None or not known:
         return None, found
     deployed, findings = application.deployments(given, args, where)
     parts = [resources.resources_of(one) for one in deployed]

@@ -219,6 +219,22 @@ def test_a_key_that_stands_twice_is_found_although_yaml_forgets_it(check: Check)
     assert any(one.where == "proxy_location" and "twice" in one.message for one in found.findings)
 
 
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [
+        ({"ray_actor_options": 1}, "ray_actor_options"),
+        ({"ray_actor_options": {"num_cpus": "one"}}, "ray_actor_options.num_cpus"),
+        ({"max_ongoing_requests": "many"}, "max_ongoing_requests"),
+        ({"graceful_shutdown_timeout_s": "long"}, "graceful_shutdown_timeout_s"),
+    ],
+)
+def test_an_override_of_a_wrong_kind_is_a_finding(check: Check, override: dict[str, Any], where: str) -> None:
+    found = check(with_({"app.deployments": [{"name": "Ingress", **override}]}))
+    assert not found.good
+    assert all(one.where.startswith(f"applications[0].deployments[0].{where}") for one in found.findings)
+    assert check(with_({"app.deployments": 5})).findings[0].where == "applications[0].deployments"
+
+
 def test_a_port_that_is_taken_is_a_warning(check: Check) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         found = check(with_({"http_options.port": other.getsockname()[1]}))
@@ -277,7 +293,7 @@ def test_a_typing_mistake_inside_a_manifest_is_found(check: Check) -> None:
     assert any("`max_running`" in one.message for one in found.findings)
 
 
-@pytest.mark.parametrize("text", ["", "- a", "a: [", "kind: Service"])
+@pytest.mark.parametrize("text", ["", "- a", "a: [", "kind: Service", "kind: RayService\nspec: a"])
 def test_what_is_no_config_is_status_2(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(text)
