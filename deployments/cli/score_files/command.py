@@ -171,8 +171,7 @@ def _run(given: argparse.Namespace) -> int:
     if status == ALL_SCORED and work.source.stamp() != stamp:
         return _report(f"{given.input} has changed while it was read: the output mixes both.", REFUSED)
     if status == ALL_SCORED:
-        finish(given.output)
-        status = SOME_FAILED if journal.failed else ALL_SCORED
+        status = _finish(given.output) or (SOME_FAILED if journal.failed else ALL_SCORED)
     progress.end(journal.failed)
     _summary(given, work, journal, total, time.monotonic() - started, status)
     return status
@@ -189,6 +188,14 @@ def _score(work: FileScorer, journal: Journal | Printed, progress: ProgressBar) 
         return _report(f"{error} The same command continues from here.", UNFINISHED)
     except KeyboardInterrupt:
         return _report("interrupted. The same command continues from here.", INTERRUPTED)
+    return ALL_SCORED
+
+
+def _finish(output: Path) -> int:
+    try:
+        finish(output)
+    except JournalError as error:
+        return _report(str(error), REFUSED)
     return ALL_SCORED
 
 

@@ -60,12 +60,21 @@ def lines_of(path: Path) -> Path:
 
 
 def finish(path: Path) -> None:
-    """Makes a CSV or Parquet output of its complete JSONL; other outputs are finished already."""
+    """Makes a CSV or Parquet output of its complete JSONL; other outputs are finished already.
+
+    Raises:
+        JournalError: The format cannot hold a value, or the file cannot be written. The JSONL stays.
+    """
     convert = CONVERTERS.get(path.suffix)
-    if convert is not None:
-        draft = path.with_name(path.name + ".new")
+    if convert is None:
+        return
+    draft = path.with_name(path.name + ".new")
+    try:
         convert(lines_of(path), draft)
         draft.replace(path)
+    except (OSError, ValueError, TypeError, OverflowError, NotImplementedError) as error:  # of the file, of values
+        draft.unlink(missing_ok=True)
+        raise JournalError(f"{path} cannot be made: {error}. Every line is in {lines_of(path)}.") from None
 
 
 def _chunks(lines: Path) -> Iterator[list[dict[str, Any]]]:

@@ -384,6 +384,23 @@ def test_errors_of_some_lines_have_a_place_in_every_format(service: Any, tmp_pat
     assert "invalid_record" in (tmp_path / "out.csv").read_text("utf-8").splitlines()[2]
 
 
+@pytest.mark.parametrize(
+    ("ending", "ids"),
+    [("parquet", [1, "a"]), ("parquet", [1 << 70]), ("parquet", [{}]), ("parquet", ["\ud800"]), ("csv", ["\ud800"])],
+)
+def test_ids_that_a_format_cannot_hold_leave_the_lines_and_say_so(
+    service: Any, tmp_path: Path, capsys: Any, ending: str, ids: list[Any]
+) -> None:
+    source = write(tmp_path, *({"id": one, "item": "a"} for one in ids))
+    output = tmp_path / f"out.{ending}"
+    command = ["score", str(source), "-o", str(output), "--url", service.url, "--query", "q", "--labels", "a,b"]
+    assert main([*command, "--id-field", "id"]) == 2
+    lines = tmp_path / f"out.{ending}.jsonl"
+    assert f"Every line is in {lines}." in capsys.readouterr().err
+    assert [json.loads(line)["id"] for line in lines.read_text("utf-8").splitlines()] == ids
+    assert not output.exists() and not (tmp_path / f"out.{ending}.new").exists()
+
+
 @pytest.mark.parametrize("name", ["out.txt", "out", "out.xlsx"])
 def test_an_output_of_an_unknown_format_is_refused(
     service: Any, make_input: Any, tmp_path: Path, capsys: Any, name: str
