@@ -178,16 +178,19 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _score(work: FileScorer, journal: Journal | Printed, progress: ProgressBar) -> int:
+    again = "The same command continues from here."
+    if isinstance(journal, Printed):
+        again = "The same command begins anew: standard output cannot be continued."
     try:
         work.score(journal, progress)
     except GaveUp as error:
-        return _report(f"{error} The same command continues from here.", UNFINISHED)
+        return _report(f"{error} {again}", UNFINISHED)
     except (ServiceRefused, InputError) as error:
         return _report(str(error), REFUSED)
     except OSError as error:  # from a file; errors of the connection are in GaveUp
-        return _report(f"{error} The same command continues from here.", UNFINISHED)
+        return _report(f"{error} {again}", UNFINISHED)
     except KeyboardInterrupt:
-        return _report("interrupted. The same command continues from here.", INTERRUPTED)
+        return _report(f"interrupted. {again}", INTERRUPTED)
     return ALL_SCORED
 
 

@@ -429,6 +429,14 @@ def test_standard_input_and_output(service: Any, make_input: Any, capsys: Any, m
     assert main([*command, "--json"]) == 2
 
 
+def test_lines_on_standard_output_are_not_said_to_continue(service: Any, make_input: Any, capsys: Any) -> None:
+    service.script = lambda body: (503, error("not_ready", None), {"retry-after": "60"})
+    command = ["score", str(make_input(3)), "-o", "-", "--url", service.url, "--patience", "1", "--labels", "a,b"]
+    assert main(command) == 3
+    said = capsys.readouterr().err
+    assert "begins anew" in said and "continues" not in said
+
+
 def test_a_wrong_field_stops_before_the_first_request(
     service: Any, score: Score, make_input: Any, tmp_path: Path, capsys: Any
 ) -> None:
