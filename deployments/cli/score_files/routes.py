@@ -264,6 +264,11 @@ class Rerank(ScoringRoute):
     items = "documents"
     kinds = "text or an object"
 
+    def item_of(self, record: InputRecord) -> Any:
+        """Returns the document. A value in it of a type that JSON does not have, such as a date, becomes text."""
+        item = ScoringRoute.item_of(self, record)
+        return json.loads(json.dumps(item, default=str)) if isinstance(item, dict) else item
+
     def query_problem(self, item: object, query: object) -> str | None:
         return None if isinstance(query, str) else _must_be(self.names.query, "text", query)
 

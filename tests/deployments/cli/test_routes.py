@@ -1,11 +1,15 @@
 """Tests what `assay score` asks of each route, and the lines that it makes of the answers."""
 
+import datetime
+import decimal
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from deployments.cli.main import main
 
@@ -143,6 +147,16 @@ def test_a_continuation_at_fault_meets_its_item_or_every_item(
     options = ["--continuations-field", "choices"] if own else ["--set", 'continuations=["x"]']
     assert score([{"query": "q", "item": "a", "choices": ["x"]}], *options) == (1 if own else 2)
     assert len(rows(tmp_path)) == own
+
+
+def test_a_document_with_a_date_is_asked_about(service: Any, tmp_path: Path) -> None:
+    """Parquet has types that JSON does not have."""
+    document = {"text": "chair", "made": datetime.date(2026, 1, 31), "price": decimal.Decimal("9.50")}
+    source = tmp_path / "in.parquet"
+    parquet.write_table(pyarrow.table({"query": ["q"], "item": [document]}), source)
+    command = ["score", str(source), "-o", str(tmp_path / "out.jsonl"), "--url", service.url, "--route", "rerank"]
+    assert main(command) == 0
+    assert service.bodies[0]["documents"] == [{"text": "chair", "made": "2026-01-31", "price": "9.50"}]
 
 
 @pytest.mark.parametrize(
