@@ -3,7 +3,7 @@
 import csv
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -91,16 +91,23 @@ def _json_fields(line: bytes, number: int) -> dict[str, Any] | str:
 
 def _csv(path: Path) -> Iterator[Parse]:
     """Reads a record from each row; the first one names the fields. Quotes are those of RFC 4180."""
-    with path.open(encoding="utf-8-sig", newline="", errors="strict") as file:
-        reader = csv.reader(file, strict=True)
+    with path.open(encoding="utf-8-sig", newline="", errors="surrogateescape") as file:
+        reader = csv.reader(_strict(file), strict=True)
         try:
             names = next(reader, None)
             for row in reader:
                 if row:
                     yield lambda row=row: _csv_fields(names or [], row)  # type: ignore[misc]
-        except (csv.Error, UnicodeDecodeError):
-            where = f"at line {reader.line_num + 1}"
-            raise InputError(f"{path} must be CSV in UTF-8 with a header line. It is not {where}.") from None
+        except (csv.Error, UnicodeEncodeError) as error:
+            line = reader.line_num + isinstance(error, UnicodeEncodeError)  # of which the reader has seen nothing
+            raise InputError(f"{path} must be CSV in UTF-8 with a header line. It is not at line {line}.") from None
+
+
+def _strict(lines: Iterable[str]) -> Iterator[str]:
+    """Raises UnicodeEncodeError at the line that is not UTF-8; a strict file raises before the lines ahead of it."""
+    for line in lines:
+        line.encode("utf-8")
+        yield line
 
 
 def _csv_fields(names: list[str], row: list[str]) -> dict[str, Any] | str:

@@ -47,9 +47,10 @@ def test_csv_with_quotes_and_line_ends_in_a_field(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("data", [b"query,item\nq,\xff\n", b'query,item\nq,"open\n', b'query,item\nq,"a"b\n'])
-def test_what_is_no_csv_names_the_file_and_the_line(tmp_path: Path, data: bytes) -> None:
-    with pytest.raises(InputError, match=r"a\.csv must be CSV in UTF-8 .* at line"):
+@pytest.mark.parametrize("wrong", [b"q,\xff\n", b'q,"a"b\n', b'q,"open'])
+def test_what_is_no_csv_names_the_file_and_the_line(tmp_path: Path, wrong: bytes) -> None:
+    data = b"query,item\nq,a\n" + wrong + (b"" if wrong.endswith(b"open") else b"q,b\n")
+    with pytest.raises(InputError, match=r"a\.csv must be CSV in UTF-8 .* at line 3\."):
         list(source(tmp_path, "a.csv", data).records())
 
 
