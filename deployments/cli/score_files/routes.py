@@ -97,7 +97,8 @@ class ScoringRoute:
 
     def of_items(self, refusal: Refusal) -> bool:
         """Says whether the refusal may concern only some of the items."""
-        theirs = [self.items, "query"] + (["continuations"] if self.names.continuations else [])
+        theirs = [self.items] + (["query"] if self.names.fixed_query is None else [])
+        theirs += ["continuations"] if self.names.continuations else []
         return refusal.code in OF_ITEMS or (refusal.param or "").startswith(tuple(theirs))
 
     def query_of(self, record: InputRecord) -> Any:

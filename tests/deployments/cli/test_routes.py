@@ -149,6 +149,14 @@ def test_a_continuation_at_fault_meets_its_item_or_every_item(
     assert len(rows(tmp_path)) == own
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_query_at_fault_meets_its_items_or_every_item(service: Any, score: Score, tmp_path: Path, own: bool) -> None:
+    service.script = lambda body: refusal("invalid_value", "query")
+    options = [] if own else ["--query", "q"]
+    assert score([{"query": "q", "item": "a"}], "--labels", "a", *options) == (1 if own else 2)
+    assert len(rows(tmp_path)) == own
+
+
 def test_a_document_with_a_date_is_asked_about(service: Any, tmp_path: Path) -> None:
     """Parquet has types that JSON does not have."""
     document = {"text": "chair", "made": datetime.date(2026, 1, 31), "price": decimal.Decimal("9.50")}
