@@ -99,7 +99,7 @@ def _csv(path: Path) -> Iterator[Parse]:
                 if row:
                     yield lambda row=row: _csv_fields(names or [], row)  # type: ignore[misc]
         except (csv.Error, UnicodeEncodeError) as error:
-            line = reader.line_num + isinstance(error, UnicodeEncodeError)  # of which the reader has seen nothing
+            line = reader.line_num + isinstance(error, UnicodeEncodeError)  # the reader has not seen it
             raise InputError(f"{path} must be CSV in UTF-8 with a header line. It is not at line {line}.") from None
 
 
