@@ -244,7 +244,7 @@ def urls_of(config: object) -> dict[str, str]:
 def taken(url: str) -> bool:
     """Says whether a process listens there; Serve would start nevertheless, and share the port or wait.
 
-    Nobody listens on a port that is none, which the check of the config names.
+    A wrong port is not taken; the check of the config names it.
     """
     try:
         parts = urllib.parse.urlsplit(url)
