@@ -108,7 +108,7 @@ class FlashInferSampler:
         top_k_R = torch.full((2,), 2, dtype=torch.int32, device=self.device)
         top_p_R = torch.full((2,), 0.5, device=self.device)
         for top_k, path in ((top_k_R, "top-k and top-p"), (None, "top-p")):
-            with timed(f"FlashInfer {self.version}: {path}", progress):
+            with timed(f"sampler: FlashInfer {self.version}, {path}", progress):
                 self.sample(z_RV, top_k, top_p_R)
                 torch.cuda.synchronize(self.device)
 

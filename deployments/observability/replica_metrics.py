@@ -15,10 +15,12 @@ from deployments.protocol import ModelCard
 from engine.metrics import STEP_ROWS, STEP_SECONDS, STEP_TOKENS, EngineStats
 
 WARM_UP_PARTS = frozenset((
-    "load", "probe", "head check", "packing check", "fuse projections", "second packing check", "skinny packing check",
-    "pool", "attention kernels", "compile", "graphs", "prefill graphs", "likelihoods", "canary", "toy", "total",
+    "load", "weights digest", "probe", "head check", "packing check", "fuse projections", "second packing check",
+    "invariance check", "skinny packing check", "pool", "trace", "attention kernels", "compile", "graphs",
+    "prefill graphs", "likelihoods", "served invariance check", "background compile", "sampler", "canary", "toy",
+    "total",
 ))  # fmt: skip
-WARM_UP_PARTS |= {f"draft {part}" for part in WARM_UP_PARTS - {"load", "canary", "total"}}
+WARM_UP_PARTS |= {f"draft {part}" for part in WARM_UP_PARTS - {"load", "canary", "total"}} | {"draft runs"}
 
 
 # Metrics that are one number of the engine: name, field of EngineStats, meaning.
@@ -64,7 +66,8 @@ class ReplicaMetrics:
         self._failures.labels(code).inc()  # an ErrorCode: a closed set
 
     def warmed_up(self, part: str, seconds: float) -> None:
-        part = known(part, WARM_UP_PARTS)
+        """Counts a stage of the start-up. Names of kernels, which follow a colon, are left out."""
+        part = known(part.partition(":")[0], WARM_UP_PARTS)
         self._warm_up[part] = self._warm_up.get(part, 0.0) + seconds
 
     def families(self, stats: EngineStats, card: ModelCard) -> tuple[Metric, ...]:

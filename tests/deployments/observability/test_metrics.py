@@ -1,9 +1,11 @@
 """Every metric moves, label sets are closed, and processes merge into one exposition with exact sums."""
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from deployments.config.sections import MetricsArgs
 from deployments.observability import exposition
 from deployments.observability.exposition import LoopHistogram, Snapshot, merge, render
 from deployments.observability.ingress_metrics import IngressMetrics
+from deployments.observability.replica_metrics import ReplicaMetrics
 from deployments.observability.scrape import MetricsScraper
 from deployments.protocol import GenerateCall
 from deployments.replica.replica import ReplicaServer
@@ -273,6 +276,20 @@ async def test_a_real_model_tells_of_padding_and_of_its_head(toy_args: dict[str,
     assert new["assay_tokens_total{padding}"] - old["assay_tokens_total{padding}"] == 2
     assert new["assay_lm_head_seconds_total"] - old["assay_lm_head_seconds_total"] == pytest.approx(reply.head_s)
     assert new["assay_graph_replays_total"] - old["assay_graph_replays_total"] == 3
+    assert new["assay_warmup_seconds{weights digest}"] > 0 and "assay_warmup_seconds{other}" not in new
+
+
+def test_every_stage_of_a_start_is_a_part_of_its_own() -> None:
+    """Those that the guide lists, and those of a draft."""
+    guide = (Path(__file__).parents[3] / "docs/guides/operations.md").read_text("utf-8")
+    (listed,) = re.findall(r"`(load ->[^`]+)`", guide)
+    stages = {*map(str.strip, listed.split("->")), "trace", "invariance check", "served invariance check"}
+    stages |= {"draft weights digest", "draft trace", "draft runs"}
+    metrics = ReplicaMetrics()
+    for stage in stages:
+        metrics.warmed_up(stage, 1.0)
+    metrics.warmed_up("sampler: one_kernel, another", 2.0)
+    assert metrics._warm_up == dict.fromkeys(stages, 1.0) | {"sampler": 3.0}
 
 
 def snapshot(replica: str, total: float) -> Snapshot:
