@@ -3,10 +3,12 @@ alert has two windows: the long one shows that the burn matters, the short one t
 
 from dataclasses import dataclass
 
+from deployments.auth.api_keys import NEEDS
 from k8s.alerts.model import BY, Alert, Bound, RecordingRule
 
 ASKED = 'route!~"/healthz|/readyz|/health|/metrics"'
-SCORING = 'route=~"/generative_scoring|/v1/score|/rerank|/v1/rerank|/v2/rerank|/v1/decisions"'
+SCORING_ROUTES = "|".join(route for route, scopes in NEEDS.items() if "score" in scopes and "generate" not in scopes)
+SCORING = f'route=~"{SCORING_ROUTES}"'
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
 FAST = ((14.4, "1h", "5m"), (6.0, "6h", "30m"))  # times the budget's even pace: 2 % of 30 days' in an hour, 5 % in six
 SLOW = ((3.0, "1d", "2h"), (1.0, "3d", "6h"))

@@ -1,9 +1,9 @@
 """Defines the dashboard of scoring: volume, latency by stage, label mass and prefix cache."""
 
+from k8s.alerts.objectives import SCORING
 from k8s.grafana.panels import Dashboard, Panel, PanelRow
 from k8s.grafana.promql import REPLICA, ROUTE, mean, per_second, quantile, share
 
-ROUTES = 'route=~"/generative_scoring|/v1/score|/rerank|/v1/rerank|/v2/rerank|/v1/decisions"'
 SCORE = 'kind="score"'
 MASS = "assay_label_mass"
 
@@ -29,7 +29,7 @@ WORK = PanelRow(
             queries={
                 "{{route}}": share(
                     per_second("assay_items_total", "route", ROUTE),
-                    per_second("assay_requests_total", "route", ROUTE, f'{ROUTES}, status="200"'),
+                    per_second("assay_requests_total", "route", ROUTE, f'{SCORING}, status="200"'),
                 )
             },
         ),
@@ -54,7 +54,7 @@ LATENCY = PanelRow(
             unit="s",
             note="From the first byte to the last.",
             queries={
-                f"p{round(100 * q)}": quantile(q, "assay_request_seconds", "", ROUTE, ROUTES) for q in (0.5, 0.9, 0.99)
+                f"p{round(100 * q)}": quantile(q, "assay_request_seconds", "", ROUTE, SCORING) for q in (0.5, 0.9, 0.99)
             },
         ),
         Panel(

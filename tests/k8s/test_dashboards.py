@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from prometheus_client.metrics_core import Metric
 
+from deployments.auth.api_keys import NEEDS, ApiKey
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.observability.replica_metrics import ReplicaMetrics
 from deployments.protocol import ModelCard
 from engine.config import EngineConfig
 from engine.engine import Engine
 from k8s.alerts import build as alerts
-from k8s.alerts.objectives import records
+from k8s.alerts.objectives import OBJECTIVES, records
 from k8s.grafana import build
 from k8s.grafana.panels import COLUMNS, VARIABLES, dashboard_json
 from tests.support.toy_model import ToyModel
@@ -67,6 +68,18 @@ def test_every_name_in_a_query_is_a_metric() -> None:
 @pytest.mark.parametrize("planted", ["assay_request_total", "assay_requests", "assay_queued_tokens_total"])
 def test_a_name_that_is_mistyped_is_found(planted: str) -> None:
     assert unknown_metrics([f"sum(rate({planted}[5m]))"]) == {planted}
+
+
+def test_queries_about_scoring_select_every_route_that_scores_and_no_other() -> None:
+    scores = ApiKey(name="a", digest=b"", scopes=frozenset(("score",)))
+    generates = ApiKey(name="b", digest=b"", scopes=frozenset(("generate",)))
+    routes = {route for route in NEEDS if scores.may(route) and not generates.may(route)}
+    (slow,) = (one for one in OBJECTIVES if one.key == "scoring")
+    (shown,) = (one for one in build.DASHBOARDS if one.name == "scoring")
+    queries = [slow.bad, slow.all, *(expr for panel in shown.panels for expr in panel.queries.values())]
+    selected = [set(found.split("|")) for expr in queries for found in re.findall(r'route=~"(/[^"]+)"', expr)]
+    assert {"/score", "/classify", "/v1/reranking"} <= routes
+    assert len(selected) > 3 and all(found == routes for found in selected)
 
 
 def test_every_metric_is_on_a_dashboard() -> None:
