@@ -4,9 +4,12 @@ alert has two windows: the long one shows that the burn matters, the short one t
 from dataclasses import dataclass
 
 from deployments.auth.api_keys import NEEDS
+from deployments.errors import ERROR_KINDS
 from k8s.alerts.model import BY, Alert, Bound, RecordingRule
 
-ASKED = 'route!~"/healthz|/readyz|/health|/metrics"'
+ASKED = 'route!~"/healthz|/readyz|/health|/metrics"'  # by clients, not by machines that watch
+FAILURES = "|".join(code for code, kind in ERROR_KINDS.items() if kind.status >= 500)
+FAILED = f'code=~"{FAILURES}", {ASKED}'  # by code: a stream that fails has sent its status, 200
 SCORING_ROUTES = "|".join(route for route, scopes in NEEDS.items() if "score" in scopes and "generate" not in scopes)
 SCORING = f'route=~"{SCORING_ROUTES}"'
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
@@ -44,7 +47,7 @@ OBJECTIVES = (
         key="requests",
         name="Errors",
         target=0.999,
-        bad=_rate("assay_requests_total", f'status=~"5..", {ASKED}'),
+        bad=_rate("assay_requests_total", FAILED),
         all=_rate("assay_requests_total", ASKED),
         what="of requests end with a server error; the objective is 0.1 %",
         runbook="Service dashboard, rows Service level and Faults: which code? `internal_error` has a traceback in "

@@ -1,13 +1,16 @@
 """Defines the dashboard of the service: answers, latency by stage, refusals and failures."""
 
+from k8s.alerts.objectives import ASKED, FAILED
 from k8s.grafana.panels import Dashboard, Panel, PanelRow
-from k8s.grafana.promql import APP, ROUTE, events, level, mean, per_second, quantile, share
+from k8s.grafana.promql import APP, ROUTE, WINDOW, events, level, mean, per_second, quantile, series, share, total
 
-ASKED = 'route!~"/healthz|/readyz|/health|/metrics"'  # by clients, not by machines that watch
-FAILED = f'status=~"5..", {ASKED}'
 SECONDS = "assay_request_seconds"
 LAG = "assay_event_loop_lag_seconds"
 INGRESS = f'{APP}, deployment="Ingress"'
+NOT_WELL = " or ".join(
+    f"rate({series('assay_requests_total', ROUTE, f'{where}, {ASKED}')}[{WINDOW}])"
+    for where in ('status!="200"', 'code!=""')
+)
 
 
 def _quantiles(metric: str, by: str, where: str = APP, legend: str = "") -> dict[str, str]:
@@ -70,12 +73,8 @@ LEVEL = PanelRow(
             title="Answers that are no 200, by code",
             unit="reqps",
             stacked=True,
-            note="Codes are those of the error bodies; 499 is a client that left.",
-            queries={
-                "{{status}} {{code}}": per_second(
-                    "assay_requests_total", "status, code", ROUTE, f'status!="200", {ASKED}'
-                )
-            },
+            note="Codes are those of the errors; 499 is a client that left, 200 with a code a stream that failed.",
+            queries={"{{status}} {{code}}": total(NOT_WELL, "status, code")},
         ),
         Panel(
             title="Time of requests, 99th percentile by route",
