@@ -1,6 +1,7 @@
 """Defines alerts on faults, independent of the error budget."""
 
 from k8s.alerts.model import BY, Alert, Bound
+from k8s.alerts.objectives import ASKED
 
 QUEUE_S = 10  # the default of `admission.max_wait_s`
 ROOM = 'reason=~"overloaded|deadline|draining|not_ready"'  # refused for a reason on the server's side
@@ -21,6 +22,7 @@ def _level(metric: str, where: str = "", how: str = "sum", by: str = BY) -> str:
 EACH = f"{BY}, replica"
 USED = _level("assay_kv_slots", '{state="used"}', by=EACH) + " / " + _level("assay_kv_slots", by=EACH)
 MISSING = f"{_level('assay_required_replicas', how='max')} - {_level('assay_ready_replicas', how='min')}"
+REFUSED = f"{_rate('assay_rejected_total', f'{{{ROOM}}}')} / {_rate('assay_requests_total', f'{{{ASKED}}}')}"
 LAG = f"histogram_quantile(0.99, {_rate('assay_event_loop_lag_seconds_bucket', by=f'{EACH}, le')})"
 ALERTS = (
     Alert(
@@ -82,7 +84,7 @@ ALERTS = (
     Alert(
         name="AssayRefusing",
         severity="page",
-        any_of=((Bound(f"{_rate('assay_rejected_total', f'{{{ROOM}}}')} / {_rate('assay_requests_total')}", 0.05),),),
+        any_of=((Bound(REFUSED, 0.05),),),
         hold="5m",
         summary="{{ $value | humanizePercentage }} of requests are refused for lack of capacity.",
         runbook="Refused, by reason, on the Service dashboard: overloaded and deadline as for AssayQueueOverLimit; "

@@ -126,6 +126,7 @@ CASES = {
             series("assay_rejected_total", "+10", reason="overloaded"),
             series("assay_requests_total", "+10", status="429", code="overloaded", **ROUTE),
             series("assay_requests_total", "+90", status="200", code="", **ROUTE),
+            series("assay_requests_total", "+9999", status="200", code="", route="/healthz"),  # asked by machines
         ],
         silent=[
             series("assay_rejected_total", "+50", reason="too_large"),
