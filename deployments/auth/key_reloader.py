@@ -60,11 +60,14 @@ class KeyReloader(PeriodicTask):
 
 
 def _signature(args: AuthArgs) -> Signature | None:
-    """Returns a value that changes with the file, also where a link changes, as in a mounted secret. None: no file."""
+    """Returns a value that changes with the file, also where a link changes, as in a mounted secret. None: no file.
+
+    The time of its last change counts permissions too, and no program sets it back as it may the time of writing.
+    """
     if args.mode != "keys" or args.keys_file is None:
         return None
     try:
         found = os.stat(args.keys_file)
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return found.st_ino, found.st_size, found.st_ctime_ns

@@ -165,6 +165,19 @@ async def test_a_changed_file_takes_over_without_a_restart(file: Path, caplog: A
     assert named(access) == "team"
 
 
+async def test_a_file_that_is_written_in_place_under_its_former_time_takes_over(file: Path) -> None:
+    """As a copy that keeps times does: another hash has the same length."""
+    access = Authenticator()
+    watch = KeyReloader(AuthArgs(mode="keys", keys_file=str(file)), access, 1)
+    before = file.stat()
+    file.write_text(yaml.safe_dump({"keys": [ENTRY | {"sha256": OTHER}]}))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = file.stat()
+    assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
+    await watch.look()
+    assert (named(access), named(access, "other")) == (None, "team")
+
+
 async def test_the_watch_looks_by_itself_and_ends(file: Path, until: Callable[..., Any]) -> None:
     access = Authenticator()
     watch = KeyReloader(AuthArgs(mode="keys", keys_file=str(file), reload_period_s=0.001), access, 1)
