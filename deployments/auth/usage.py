@@ -230,22 +230,22 @@ class MeteredBackend:
         requests = call if isinstance(call, tuple) else (call,)
         tokens = sum(request_cost(request, TOKENS) for request in requests)
         self._limiter.charge(name, tokens)
-        bill = _Bill(tokens)
+        bill = _Bill()
         try:
             yield bill
         except ApiError as error:
-            if error.status in REFUSED and bill.used == tokens:
+            if error.status in REFUSED and bill.used is None:
                 bill.used = 0
             raise
         finally:
-            self._limiter.settle(name, tokens - bill.used)
+            self._limiter.settle(name, 0 if bill.used is None else tokens - bill.used)
 
 
 @dataclass(slots=True)
 class _Bill:
     """Holds the tokens that a request costs in the end."""
 
-    used: int
+    used: int | None = None  # None: not known, and what was charged is the cost
 
 
 class _Counted:

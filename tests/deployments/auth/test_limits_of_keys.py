@@ -280,6 +280,18 @@ async def test_a_stream_that_its_client_leaves_costs_what_it_got(keyed: Any, key
     assert quotas._of("a").balance == 1000 - (9 - 3 + 2)  # three of the prompt were cached
 
 
+async def test_a_stream_that_is_refused_when_it_has_got_just_what_was_charged_is_paid(backend: Any) -> None:
+    """512 tokens are expected of it, and three of its prompt were cached."""
+    quotas = limited(Clock(), tokens_per_minute=1000)
+    backend.script, backend.fail, backend.fail_after = b"a" * 600, ApiError("draining", "Planted."), 515
+    params = SamplingParams(max_tokens=600)
+    request = GenerateRequest(request_id="t", prompt=np.arange(9, dtype=np.int32), params=params, seed=0, tenant="a")
+    with pytest.raises(ApiError, match="Planted"):
+        async for _ in MeteredBackend(backend, quotas).stream((request,)):
+            pass
+    assert quotas._of("a").balance == 1000 - (9 - 3 + 515)
+
+
 @pytest.mark.parametrize(("code", "paid"), [("overloaded", False), ("draining", False), ("internal_error", True)])
 @pytest.mark.parametrize(
     ("path", "body", "cost"), [("/generative_scoring", SCORING, 3), ("/v1/completions", COMPLETION, 5)]
