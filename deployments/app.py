@@ -152,10 +152,9 @@ class Ingress:
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Applies the deployment's `user_config`. Serve calls it at the start and after each change."""
-        given = UserConfig.model_validate(user_config).auth
-        if given is not None:
-            refuse_open(_listening_host(), given.mode, given.allow_open)
-            self._keys.use(given)
+        auth = UserConfig.model_validate(user_config).auth or self._args.auth
+        refuse_open(_listening_host(), auth.mode, auth.allow_open)
+        self._keys.use(auth)
 
     async def collect(self) -> Snapshot:
         """Returns this process's metrics."""

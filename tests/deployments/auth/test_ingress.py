@@ -21,12 +21,13 @@ def ingress() -> Any:
     """Returns what `reconfigure` needs of one: its constructor needs a cluster."""
     access = Authenticator()
     old = {"mode": "keys", "keys": [{"name": "old", "sha256": "0" * 64}]}
-    keys = KeyReloader(AuthArgs.model_validate(old), access, 1)
+    args = AuthArgs.model_validate(old)
+    keys = KeyReloader(args, access, 1)
 
     async def reconfigure(user_config: dict[str, Any]) -> None:
         await app.Ingress.reconfigure(made, user_config)
 
-    made: Any = SimpleNamespace(_access=access, _keys=keys, reconfigure=reconfigure)
+    made: Any = SimpleNamespace(_args=SimpleNamespace(auth=args), _access=access, _keys=keys, reconfigure=reconfigure)
     return made
 
 
@@ -45,6 +46,9 @@ async def test_user_config_takes_the_place_of_the_keys(ingress: Any, monkeypatch
         with pytest.raises(ValidationError):
             await ingress.reconfigure(bad)
     assert named(ingress._access) == "team"
+    await ingress.reconfigure({})
+    with pytest.raises(Exception, match="not one of this server's"):
+        named(ingress._access)
 
 
 async def test_user_config_cannot_open_the_service_to_the_world_by_mistake(
