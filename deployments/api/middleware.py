@@ -137,11 +137,20 @@ class RequestMiddleware:
                 self._observer.auth_failed(error.reason)
             await context.fail(error).response(context.request_id)(scope, receive, send)
         except ClientGone:
-            context.gone = True
+            self._note_gone(context, send)
+        except asyncio.CancelledError:  # Serve cancels too if the client leaves, sometimes before the message arrives
+            self._note_gone(context, send)
+            raise
         except Exception:
             log.exception("Unhandled in %s, request %s", context.route, context.request_id)
             if not send.status:
                 await context.fail(internal_error()).response(context.request_id)(scope, receive, send)
+
+    def _note_gone(self, context: RequestContext, send: "_HeaderSender") -> None:
+        """Notes that the client left, unless that is known."""
+        if not context.gone:
+            context.gone = True
+            self._observer.disconnected("last" if send.status else "queued")
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
         headers: Headers = scope["headers"]

@@ -317,6 +317,29 @@ async def test_a_client_that_leaves_a_stream_is_counted_by_how_far_it_was(
     assert heard == [phase]
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_client_that_leaves_before_its_body_is_whole_is_counted(
+    backend: Any, wire_to: Any, cancelled: bool
+) -> None:
+    """By its message, or by Serve, which cancels the request."""
+    heard: list[str] = []
+
+    class Recorder(IngressMetrics):
+        def disconnected(self, phase: Phase) -> None:
+            heard.append(phase)
+
+    app = build_api(backend, ByteTokenizer(), ApiSettings(), Recorder())
+    wire = wire_to(app, "/v1/completions", b'{"prompt":', more=True)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    if cancelled:
+        wire.task.cancel()
+    else:
+        wire.leave()
+    await asyncio.wait([wire.task])
+    assert heard == ["queued"]
+
+
 @pytest.mark.parametrize("path", ["/healthz", "/v1/models", "/openapi.json"])
 async def test_head_is_get_without_its_body(client: Any, path: str) -> None:
     head, get = [await client.http.request(method, f"http://api{path}") for method in ("HEAD", "GET")]
