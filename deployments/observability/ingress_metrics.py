@@ -143,7 +143,7 @@ class IngressMetrics:
         self._retries = counter("assay_retries", "Requests, or shards, that were sent again.", ("cause",))
         self._resumes = counter("assay_resumes", "Streams that another replica continued.", ("cause",))
         about = "Retries that were not made because the retry budget was spent."
-        self._budget = counter("assay_retry_budget_exhausted", about)
+        self._budget = counter("assay_retry_budget_exhausted", about, ("cause",))
         self._quarantine = gauge("assay_quarantine_entries", "Requests that are in quarantine.")
         # Health.
         self._missing = counter("assay_scrape_missing", "Processes that did not answer a scrape.")
@@ -160,6 +160,7 @@ class IngressMetrics:
             (self._auth, AUTH_REASONS),
             (self._retries, RETRY_CAUSES),
             (self._resumes, RETRY_CAUSES),
+            (self._budget, RETRY_CAUSES),
             (self._canaries, CANARY_FAILURES),
         ):
             for value in sorted(values):
@@ -230,8 +231,8 @@ class IngressMetrics:
     def resumed(self, cause: str) -> None:
         self._resumes.labels(known(cause, RETRY_CAUSES)).inc()
 
-    def retry_budget_spent(self) -> None:
-        self._budget.inc()
+    def retry_budget_spent(self, cause: str) -> None:
+        self._budget.labels(known(cause, RETRY_CAUSES)).inc()
 
     def quarantined(self, entries: int) -> None:
         """Sets how many requests are in quarantine now."""

@@ -188,7 +188,7 @@ class RetryState:
         if self.attempts > self.policy.retry.max_attempts:
             raise failure.error from None
         if not first and not self.policy.budget.take():
-            self.policy.metrics.retry_budget_spent()
+            self.policy.metrics.retry_budget_spent(failure.cause)
             raise spent(failure) from None
 
     def _service_s(self) -> float:

@@ -93,7 +93,7 @@ ALERTS = (
     Alert(
         name="AssayRetryBudgetSpent",
         severity="page",
-        any_of=((Bound(_rise("assay_retry_budget_exhausted_total"), 0),),),
+        any_of=((Bound(_rise("assay_retry_budget_exhausted_total", '{cause!="busy"}'), 0),),),
         hold=None,
         summary="{{ $value | humanize }} retries were not made within 5 minutes.",
         runbook="Replicas are lost faster than retries make sense: clients see 503 `replica_lost`. Find what kills "

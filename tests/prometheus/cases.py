@@ -135,7 +135,11 @@ CASES = {
         ],
         says="10% of requests are refused for lack of capacity.",
     ),
-    "AssayRetryBudgetSpent": _rise("assay_retry_budget_exhausted_total", "5 retries were not made within 5 minutes."),
+    "AssayRetryBudgetSpent": Case(
+        fires=[series("assay_retry_budget_exhausted_total", "+1", cause="died")],
+        silent=[series("assay_retry_budget_exhausted_total", "+1", cause="busy")],  # the answer is 429
+        says="5 retries were not made within 5 minutes.",
+    ),
     "AssayQuarantine": Case(
         fires=[series("assay_quarantine_entries", "2")],
         silent=[series("assay_quarantine_entries", "0")],

@@ -64,7 +64,7 @@ MOVES: dict[str, Callable[[IngressMetrics], None]] = {  # a metric without an en
     "assay_auth_failures": lambda metrics: metrics.auth_failed("missing"),
     "assay_retries": lambda metrics: metrics.retried("died"),
     "assay_resumes": lambda metrics: metrics.resumed("handoff"),
-    "assay_retry_budget_exhausted": lambda metrics: metrics.retry_budget_spent(),
+    "assay_retry_budget_exhausted": lambda metrics: metrics.retry_budget_spent("died"),
     "assay_quarantine_entries": lambda metrics: metrics.quarantined(1),
     "assay_scrape_missing": lambda metrics: metrics.missing(1),
     "assay_canary_failures": lambda metrics: metrics.canary("mismatch", 0.1),
@@ -142,6 +142,7 @@ def test_strangers_make_no_series() -> None:
         metrics.items(text, 1, 0)
         metrics.disconnected(text)  # type: ignore[arg-type]
         metrics.retried(text)
+        metrics.retry_budget_spent(text)
         metrics.resumed(text)
         metrics.canary(text, 0.1)
         metrics.token_gap(text, 0.1)

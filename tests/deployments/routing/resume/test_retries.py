@@ -15,6 +15,7 @@ from deployments.protocol import AnyCall, Failure, GenerateCall, with_fields
 from deployments.quarantine import MAX_ENTRIES, Entries, Quarantine, fingerprint
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.quarantine_broadcast import QuarantineBroadcast
+from deployments.routing.replica_call import RetryableError
 from deployments.routing.retry import RetryBudget, RetryPolicy
 from engine.requests import ErrorCode, LikelihoodRequest, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
@@ -73,7 +74,21 @@ async def test_a_spent_budget_is_an_error_immediately_and_the_first_retry_after_
     with pytest.raises(ApiError) as raised:
         await fleet.dispatch.score(score_task())
     assert (raised.value.code, len(fleet.sent)) == ("replica_lost", 2)
-    assert fleet.count("assay_retry_budget_exhausted_total") == 1
+    assert fleet.count("assay_retry_budget_exhausted_total", cause="unavailable") == 1
+
+
+def test_a_spent_budget_is_told_by_what_it_was_spent_on() -> None:
+    """Full replicas are overload, which is answered with 429: the alert is about lost ones."""
+    metrics = IngressMetrics()
+    policy = RetryPolicy(RetryArgs(budget_fraction=0, budget_min_retries=0), Quarantine(), metrics)
+    full = RetryableError("busy", ApiError("overloaded", "Full."), refused=True)
+    with pytest.raises(ApiError, match="overloaded"):
+        policy.begin(score_task()).next_wait_s(full, score_task())
+    counted = {
+        cause: metrics.registry.get_sample_value("assay_retry_budget_exhausted_total", {"cause": cause})
+        for cause in ("busy", "died")
+    }
+    assert counted == {"busy": 1, "died": 0}
 
 
 async def test_no_attempt_is_made_that_could_not_end_in_time(fleet_of: FleetOf, cut: Any) -> None:
