@@ -80,17 +80,19 @@ async def leave(fleet: Fleet, name: str) -> None:
 
 
 async def left_by(fleet: Fleet, name: str, collected: Callable[[], Counter[str]], send: Any = ask) -> Counter[str]:
-    """Returns what requests left to the collector in each of two rounds. What another test left late is in one."""
+    """Returns what requests left to the collector in two of three rounds. What another test left late is in one, and
+    what the app's own collection froze is missing from one."""
     await send(fleet, name)  # what is made once is made now
     await assert_left_empty(fleet.servers[0])
     collected()
     gc.set_debug(gc.DEBUG_SAVEALL)
     rounds = []
-    for _ in range(2):
+    for _ in range(3):
         await send(fleet, name)
         await assert_left_empty(fleet.servers[0])
         rounds.append(collected())
-    return rounds[0] & rounds[1]
+    first, second, third = rounds
+    return first & second | second & third | first & third
 
 
 @pytest.mark.parametrize("name", list(BODIES))
@@ -120,4 +122,4 @@ async def test_a_cycle_would_be_seen(
 
     monkeypatch.setattr(ClientWatch, "__enter__", enter)
     left = await left_by(await make_fleet(1), "score", collected)
-    assert left["deployments.api.request_context.ClientWatch"] >= REQUESTS
+    assert left["deployments.api.request_context.ClientWatch"] > REQUESTS / 2
