@@ -137,7 +137,10 @@ CASES = {
     ),
     "AssayRetryBudgetSpent": Case(
         fires=[series("assay_retry_budget_exhausted_total", "+1", cause="died")],
-        silent=[series("assay_retry_budget_exhausted_total", "+1", cause="busy")],  # the answer is 429
+        silent=[
+            series("assay_retry_budget_exhausted_total", "0", cause="died"),
+            series("assay_retry_budget_exhausted_total", "+1", cause="busy"),  # the answer is 429
+        ],
         says="5 retries were not made within 5 minutes.",
     ),
     "AssayQuarantine": Case(
