@@ -167,7 +167,7 @@ def test_a_saved_model_loads_from_its_folder(tiny_models: Any, folder: Path) -> 
 
 
 def test_an_end_that_the_vocabulary_lacks_is_none(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It would be a stop id of every request, each of which would be refused for a field that it has not given."""
+    """Each request would have it as a stop id, and be refused for a field that it has not given."""
     file = folder / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [-1, 5, 111]}))
     model = load_model(ModelConfig(path=folder), ENGINE)
