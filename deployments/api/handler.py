@@ -255,11 +255,6 @@ def answer_of(handler: RequestHandler, function: Endpoint) -> Answer:
             handler.observer.disconnected("queued")
             context.gone = True
             return NoResponse()
-        except asyncio.CancelledError:  # Serve cancels too if the client leaves, sometimes before the message arrives
-            if not context.gone:
-                handler.observer.disconnected("queued")
-                context.gone = True
-            raise
         except Exception:
             log.exception("Unhandled in %s, request %s", context.route, context.request_id)
             return context.fail(internal_error()).response(context.request_id)
