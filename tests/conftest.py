@@ -34,8 +34,31 @@ os.environ.update(
 )
 
 
+REASON_CHARS = 1000
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="leave out what is marked `full`, as `make test` does")
+
+
+class FailuresAsTheyCome:
+    """Tells each failure as it happens: a run that is ended for its time prints no summary."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = crash.message if crash else report.longreprtext
+            self._terminal.write_line(f"\n{report.nodeid} failed in its {report.when}: {reason[:REASON_CHARS]}")
+
+
+@pytest.hookimpl(trylast=True)  # the reporter is made in this hook too
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:  # no worker has one
+        config.pluginmanager.register(FailuresAsTheyCome(terminal))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
