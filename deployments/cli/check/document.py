@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.cli.check.findings import Finding, error, meant, under
@@ -111,6 +112,13 @@ def check_schema(config: dict[str, Any]) -> Iterator[Finding]:
             where = _path(one["loc"])
             if where not in reported:
                 yield error(where, f"{one['msg']}.{given(one['input'])}")
+        return
+    for index, application in enumerate(config.get("applications") or []):
+        for number, deployment in enumerate(application.get("deployments") or []):
+            scaling = deployment.get("autoscaling_config")
+            if scaling is not None:  # Ray's schema takes any mapping here, and refuses it when it deploys
+                place = under(under(under(under("applications", index), "deployments"), number), "autoscaling_config")
+                yield from check_section(AutoscalingConfig, scaling, place)
 
 
 def _unknown_keys(value: object, model: type[BaseModel], where: str) -> Iterator[Finding]:

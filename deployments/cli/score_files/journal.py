@@ -65,10 +65,10 @@ class Journal(Tally):
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Writes lines. If the process is killed meanwhile, only the first ones are written. An `id` of a type that
-        JSON does not have, such as a date of a Parquet file, becomes text."""
+        JSON does not have, such as a date or a NaN of a Parquet file, becomes text."""
         if not lines:
             return
-        self._file.write(b"".join(json.dumps(line, default=str).encode() + b"\n" for line in lines))
+        self._file.write(b"".join(_json(line) + b"\n" for line in lines))
         self._file.flush()
         self.count(lines)
         if time.monotonic() - self._synced > SYNC_S:
@@ -88,6 +88,7 @@ class Journal(Tally):
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise JournalError(f"{self.path} is being written by another run.") from None
+        self._file.seek(0, os.SEEK_END)  # another run may have written since it was opened
 
     def _agree(self, terms: dict[str, Any]) -> None:
         empty = self._file.tell() == 0
@@ -146,3 +147,10 @@ class Journal(Tally):
                 if index != self.done or not whole:
                     raise JournalError(f"{self.path} is damaged at line {self.done + 1}: name another output.")
                 self.count([found])
+
+
+def _json(line: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(line, default=str, allow_nan=False).encode()
+    except ValueError:
+        return json.dumps({**line, "id": str(line["id"])}, allow_nan=False).encode()

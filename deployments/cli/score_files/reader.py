@@ -94,10 +94,12 @@ def _csv(path: Path) -> Iterator[Parse]:
     with path.open(encoding="utf-8-sig", newline="", errors="surrogateescape") as file:
         reader = csv.reader(_strict(file), strict=True)
         try:
-            names = next(reader, None)
+            names = next(reader, [])
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise InputError(f"The header line of {path} must name each column once. Twice: {twice!r}.")
             for row in reader:
                 if row:
-                    yield lambda row=row: _csv_fields(names or [], row)  # type: ignore[misc]
+                    yield lambda row=row: _csv_fields(names, row)  # type: ignore[misc]
         except (csv.Error, UnicodeEncodeError) as error:
             line = reader.line_num + isinstance(error, UnicodeEncodeError)  # the reader has not seen it
             raise InputError(f"{path} must be CSV in UTF-8 with a header line. It is not at line {line}.") from None

@@ -226,6 +226,8 @@ def test_a_key_that_stands_twice_is_found_although_yaml_forgets_it(check: Check)
         ({"ray_actor_options": {"num_cpus": "one"}}, "ray_actor_options.num_cpus"),
         ({"max_ongoing_requests": "many"}, "max_ongoing_requests"),
         ({"graceful_shutdown_timeout_s": "long"}, "graceful_shutdown_timeout_s"),
+        ({"autoscaling_config": {"min_replicas": "two"}}, "autoscaling_config.min_replicas"),
+        ({"autoscaling_config": {"min_replicas": 4, "max_replicas": 2}}, "autoscaling_config"),
     ],
 )
 def test_an_override_of_a_wrong_kind_is_a_finding(check: Check, override: dict[str, Any], where: str) -> None:

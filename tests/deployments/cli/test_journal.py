@@ -83,9 +83,25 @@ def test_an_output_that_holds_nothing_takes_any_terms(tmp_path: Path) -> None:
 
 def test_an_id_that_json_has_not_becomes_text(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "out.jsonl", SOURCE, TERMS)
-    journal.append([{"index": 0, "id": date(2026, 11, 21), "error": None}])
+    ids = [date(2026, 11, 21), float("nan"), [float("inf")]]
+    journal.append([{"index": n, "id": one, "error": None} for n, one in enumerate(ids)])
     journal.close()
-    assert json.loads(journal.path.read_text())["id"] == "2026-11-21"
+    found = [json.loads(line)["id"] for line in journal.path.read_text().splitlines()]
+    assert found == ["2026-11-21", "nan", "[inf]"]
+
+
+def test_what_another_run_wrote_before_the_lock_was_had_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.jsonl"
+    lock = Journal._lock
+
+    def late(journal: Journal) -> None:
+        monkeypatch.setattr(Journal, "_lock", lock)
+        begun(path, 3)
+        lock(journal)
+
+    monkeypatch.setattr(Journal, "_lock", late)
+    with pytest.raises(JournalError, match="another `labels`"):
+        Journal(path, SOURCE, TERMS | {"labels": ["no"]})
 
 
 @pytest.mark.parametrize(

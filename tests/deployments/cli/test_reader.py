@@ -37,6 +37,11 @@ def test_a_bad_line_is_the_problem_of_its_record(tmp_path: Path, line: bytes) ->
     assert bad.problem is not None and "Line 2 must be a JSON object" in bad.problem
 
 
+def test_a_column_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"a\.csv must name each column once\. Twice: 'item'\."):
+        list(source(tmp_path, "a.csv", b"query,item,item\nq,a,b\n").records())
+
+
 def test_csv_with_quotes_and_line_ends_in_a_field(tmp_path: Path) -> None:
     found = source(tmp_path, "a.csv", b'\xef\xbb\xbfquery,item\r\nq,"a ""b""\nc, d"\r\n\r\nq,\r\nq,1,2\r\n')
     assert found.count() == 3
