@@ -152,12 +152,12 @@ class RetryState:
         self.admitted = self.admitted or not failure.refused
         if self.admitted and failure.refused:
             return self._wait_for_place_s()
-        self._count(failure)
         # A busy replica says nothing about the next one, and a refusal must not take long.
         wait = 0.0 if failure.cause == "busy" else random.uniform(0, policy.retry.max_backoff_s)
         service_s = 0.0 if resumed else self._service_s()
         if policy.clock() + wait + service_s >= self.end:
             raise failure.error from None
+        self._count(failure)
         if resumed:
             policy.metrics.resumed(failure.cause)
         else:

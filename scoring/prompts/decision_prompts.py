@@ -140,8 +140,8 @@ def _shown(value: str | bool) -> str:
     """Writes a value on one line, and `true` unlike "true": no value can look like another option."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    plain = value in ("true", "false", "") or len(value.splitlines()) > 1 or value != value.strip()
-    return json.dumps(value, ensure_ascii=False) if plain else value
+    odd = value in ("true", "false", "") or len(value.splitlines()) > 1 or value != value.strip() or value[0] == '"'
+    return json.dumps(value, ensure_ascii=False) if odd else value
 
 
 def _indented(description: str) -> str:

@@ -11,6 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
+from engine.model.compatibility import UnsupportedModel
+from engine.model.heads.embedding_files import read_embedding
 from tests.engine.model.encoder.conftest import ENCODERS
 from tests.support.head_models import config_of, perturbed, save_tokenizer
 from tests.support.model_folders import edit_config, write_json
@@ -196,6 +198,14 @@ def sentence_vectors(folder: Path, texts: list[str], **options: Any) -> Any:
     from sentence_transformers import SentenceTransformer
 
     return SentenceTransformer(str(folder), device="cpu", local_files_only=True).encode(texts, **options)
+
+
+@pytest.mark.parametrize("given", [{"max_seq_length": "512"}, {"max_seq_length": 0}, {"do_lower_case": True}])
+def test_a_file_that_says_what_cannot_be_done_is_refused_by_its_name(given: dict[str, Any], tmp_path: Path) -> None:
+    sentence_folder(tmp_path, "mean_tokens")
+    write_json(tmp_path, "sentence_bert_config.json", given)
+    with pytest.raises(UnsupportedModel, match=f"`{next(iter(given))}` of its sentence_bert_config.json must be"):
+        read_embedding(tmp_path, "BertModel")
 
 
 async def test_vectors_of_an_encoder_are_sentence_transformers(

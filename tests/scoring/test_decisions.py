@@ -164,12 +164,12 @@ def test_the_built_in_form_is_the_one_it_was_trained_on() -> None:
 
 
 def test_options_cannot_be_taken_for_each_other() -> None:
-    values: list[str | bool] = ["true", True, "a\nB) b", "", " a", "a", False]
+    values: list[str | bool] = ["true", True, "a\nB) b", "", " a", "a", False, '"true"']
     options = tuple(Option(value) for value in values)
     codes = DecisionPrompts(TOKENIZERS["builtin"], PLAIN).codes
     body = PLAIN.body(Question(kind="choice", instructions="which?", options=options), codes)
     lines = body.splitlines()[1:-1]
-    assert lines == ['A) "true"', "B) true", 'C) "a\\nB) b"', 'D) ""', 'E) " a"', "F) a", "G) false"]
+    assert lines == ['A) "true"', "B) true", 'C) "a\\nB) b"', 'D) ""', 'E) " a"', "F) a", "G) false", 'H) "\\"true\\""']
 
 
 def test_messages_and_tools_keep_their_roles() -> None:

@@ -86,6 +86,11 @@ def read_embedding(folder: Path, name: str, pooling: str = "auto") -> EmbeddingF
     writing = _object(paths[0] / "sentence_bert_config.json")
     if writing.get("do_lower_case"):
         raise UnsupportedModel(name, "`do_lower_case` of its sentence_bert_config.json must be false. Given: true")
+    longest = writing.get("max_seq_length")
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise UnsupportedModel(
+            name, f"`max_seq_length` of its sentence_bert_config.json must be at least 1. Given: {longest!r}"
+        )
     wording = _object(folder / "config_sentence_transformers.json")
     prompts = {str(key): str(text) for key, text in (wording.get("prompts") or {}).items()}
     default = wording.get("default_prompt_name")
@@ -97,7 +102,7 @@ def read_embedding(folder: Path, name: str, pooling: str = "auto") -> EmbeddingF
         normalised=kinds[-1] == "Normalize",
         prompts=tuple(prompts.items()),
         default_prompt=default,
-        max_tokens=writing.get("max_seq_length"),
+        max_tokens=longest,
     )
 
 

@@ -99,6 +99,17 @@ async def test_no_attempt_is_made_that_could_not_end_in_time(fleet_of: FleetOf, 
     assert (raised.value.code, len(fleet.sent)) == ("replica_lost", 1)
 
 
+def test_an_attempt_that_could_not_end_in_time_costs_no_budget() -> None:
+    policy = RetryPolicy(RetryArgs(budget_fraction=0, budget_min_retries=1), Quarantine(), IngressMetrics())
+    policy.service_s[ScoreRequest].append(60.0)
+    lost = RetryableError("died", ApiError("replica_lost", "It died."))
+    state = policy.begin(score_task(timeout_s=30.0))
+    state.lost = True  # the first attempt after a loss is free
+    with pytest.raises(ApiError, match="replica_lost"):
+        state.next_wait_s(lost, score_task(timeout_s=30.0))
+    assert policy.budget.take()
+
+
 async def test_three_attempts_and_no_more(fleet_of: FleetOf, generation: Make, cut: Any, told_of: Any) -> None:
     fleet = await fleet_of(*(cut("unavailable", 0) for _ in range(4)))
     with pytest.raises(ApiError) as raised:
