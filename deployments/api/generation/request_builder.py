@@ -171,6 +171,8 @@ async def plan_prompts(
     _check_ranges(card.vocab_size, body, prompts, params)
     seeds = [new_seed() for _ in prompts] if body.seed is None else [body.seed] * count
     params = replace(params, stop_token_ids=_stop_ids(body, card), seed=body.seed)  # None: need not be repeatable
+    if ended := set(resumed).intersection(params.stop_token_ids):
+        raise invalid("resume_token_ids", "tokens before one that ends the answer", f"{min(ended)}")
     params.validate(card.vocab_size, handler.settings.limits.sampling)
     echoed: list[EchoedPrompt] = []
     if prompt_options.echo:

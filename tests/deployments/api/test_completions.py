@@ -203,7 +203,7 @@ async def test_a_resumed_completion_returns_only_what_is_new(client: Any, backen
         "/v1/completions", {"prompt": "a", "seed": 3, "stop": "wo", "resume_token_ids": list(b" wor")}
     )
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "resume_token_ids")
-    for wrong in ({"seed": None}, {"n": 2}, {"prompt": ["a", "b"]}, {"max_tokens": 3}):
+    for wrong in ({"seed": None}, {"n": 2}, {"prompt": ["a", "b"]}, {"max_tokens": 3}, {"stop_token_ids": [2]}):
         body = {"prompt": "a", "seed": 3, "resume_token_ids": [1, 2, 3]} | wrong
         refused = await client.post("/v1/completions", body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (422, "resume_token_ids")
