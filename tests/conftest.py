@@ -39,6 +39,7 @@ REASON_CHARS = 1000
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="leave out what is marked `full`, as `make test` does")
+    parser.addoption("--rest", action="store_true", help="run what --fast leaves out")
 
 
 class FailuresAsTheyCome:
@@ -62,8 +63,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out, with `--fast`, tests marked `full`; `full(keep=2)` keeps the first two sets of parameters."""
-    if not config.getoption("--fast"):
+    """Leaves out, with `--fast`, tests marked `full`; `full(keep=2)` keeps the first two sets of parameters. `--rest`
+    leaves out the others."""
+    if not (config.getoption("--fast") or config.getoption("--rest")):
         return
     seen: Counter[str] = Counter()
     kept: list[pytest.Item] = []
@@ -73,6 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = item.nodeid.partition("[")[0]
         seen[name] += 1
         (kept if mark is None or seen[name] <= mark.kwargs.get("keep", 0) else left_out).append(item)
+    if config.getoption("--rest"):
+        kept, left_out = left_out, kept
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
 

@@ -1,6 +1,7 @@
 """Reads a request's body as JSON. Its errors name the place, and nothing of the text."""
 
 import json
+import re
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator
 from typing import Any, NoReturn
@@ -13,6 +14,8 @@ from deployments.errors import ApiError, path_of
 
 HALF = "\ud800"
 """Stands for an item with half of a surrogate pair, which is no Unicode text: it fails where items are tokenised."""
+
+ANY_HALF = re.compile("[\ud800-\udfff]")
 
 Place = tuple[int | str, ...]
 
@@ -101,7 +104,7 @@ def _halves(value: object) -> Iterator[Place]:
     while nodes:
         place, node = nodes.pop()
         names = [*node] if isinstance(node, dict) else [node] if isinstance(node, str) else []
-        if any("\ud800" <= char <= "\udfff" for name in names for char in name):
+        if any(map(ANY_HALF.search, names)):
             yield place
         children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
         nodes += reversed([((*place, key), child) for key, child in children])

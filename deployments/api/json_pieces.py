@@ -2,12 +2,13 @@
 
 The parser holds the interpreter for as long as one call takes: 0.1 to 2 s for a body of 16 MB, whichever thread calls
 it. Here numpy first finds the commas outside of strings and counts what would be made; then runs of entries are parsed
-one after another and put into the list or the object that holds them.
+one after another and put into the list or the object that holds them. A long text is cut between two characters.
 
-Each piece is parsed by the parser itself, and cuts are commas. Thus a wrong body has a wrong piece, and right pieces
-make what one call of the parser would make, wherever the cuts are.
+Each piece is parsed by the parser itself. Thus a wrong body has a wrong piece, and right pieces make what one call of
+the parser would make, wherever the cuts are.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ DEEPER[list(b"]}")] = -1
 IS_MARK = DEEPER != 0
 IS_MARK[[QUOTE, COMMA, COLON]] = True
 NAME = re.compile(rb'[ \t\n\r]*("(?:[^"\\]|\\.){0,4096}")[ \t\n\r]*:', re.DOTALL)
+CHAR_BYTES = 12  # that one character takes at most: two escapes of six, for the halves of a surrogate pair
+PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]")
 
 
 class TooDeep(ValueError):
@@ -112,9 +115,11 @@ class _Reader:
         """Parses the value at `start:end`, whose own entries are `depth` deep."""
         text = self._data[start:end].strip(BLANK)
         kind = text[:1] + text[-1:]
-        if len(text) <= PIECE_BYTES or kind not in (b"[]", b"{}") or not text[1:-1].strip(BLANK):
+        if len(text) <= PIECE_BYTES or kind not in (b"[]", b"{}", b'""') or not text[1:-1].strip(BLANK):
             return self._parse(text, start, end)
         first = self._data.index(text[:1], start) + 1
+        if kind == b'""':
+            return self._text(first, first + len(text) - 2)
         runs = self._runs(first, first + len(text) - 2, depth)
         return self._list(runs, depth) if kind == b"[]" else self._object(runs, depth)
 
@@ -136,6 +141,26 @@ class _Reader:
             else:
                 found[self._parse(name[1], start, end)] = self.value(name.end(), end, depth + 1)
         return found
+
+    def _text(self, start: int, end: int) -> str:
+        """Parses what stands between two quotes, in pieces that end between two characters.
+
+        Each piece begins there, so the parser refuses one that ends elsewhere. It need not refuse half of a surrogate
+        pair.
+        """
+        found: list[str] = []
+        while end - start > PIECE_BYTES:
+            cuts = range(start + PIECE_BYTES, min(start + PIECE_BYTES + CHAR_BYTES, end))
+            for cut in cuts:
+                if not PAIR.match(self._data, max(start, cut - CHAR_BYTES // 2)):
+                    with contextlib.suppress(ValueError):
+                        found.append(self._parser(b'"%b"' % self._data[start:cut]))
+                        start = cut
+                        break
+            else:
+                break
+        found.append(self._parse(b'"%b"' % self._data[start:end], start, end))
+        return "".join(found)
 
     def _runs(self, start: int, end: int, depth: int) -> Iterator[tuple[int, int]]:
         """Yields runs of entries of at most `PIECE_BYTES`, and larger entries alone."""

@@ -3,6 +3,7 @@
 import json
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 
 from deployments.api import json_pieces
+from deployments.api.json_body import Parser
 from deployments.api.json_pieces import JsonLimits, TooDeep, TooManyValues, read
 
 LIMITS = JsonLimits(depth=64, values=100_000, containers=100_000)
@@ -56,6 +58,33 @@ def test_what_one_call_refuses_is_refused_in_pieces(value: Any, size: int, place
     at = int(place * len(whole))
     data = whole[:at] + more.encode() + whole[at + cut :]
     assert outcome(lambda body: in_pieces(size, body), data) == outcome(at_once, data)
+
+
+CHARS = st.sampled_from(["a", "é", "\u0301", "\U0001f600", "\\ud83d\\ude00", "\\u00e9", '\\"', "\\\\", "\\n", "ud83d"])
+HALVES = st.sampled_from(["\\ud83d", "\\ude00", "a", "\\ud83d\\ude00"])
+
+
+@given(chars=st.lists(CHARS | HALVES, max_size=40), broken=st.booleans(), size=PIECES)
+def test_a_long_text_is_cut_between_characters(chars: list[str], broken: bool, size: int) -> None:
+    data = ('"' + "".join(chars) + '\\u00"' * broken + '"').encode()
+    for make in (from_json, Parser()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(json_pieces, "PIECE_BYTES", size)
+            assert outcome(partial(read, limits=LIMITS, parse=make), data) == outcome(make, data)
+
+
+def test_each_piece_of_a_long_text_is_short() -> None:
+    longest = 0
+
+    def noted(text: bytes) -> Any:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return from_json(text)
+
+    for char in ('\\"', "\\ud83d\\ude00", "\u0301"):
+        data = ('["a", "' + char * 1_000_000 + '"]').encode()
+        assert read(data, LIMITS, noted) == from_json(data)
+    assert longest <= json_pieces.PIECE_BYTES + json_pieces.CHAR_BYTES + 2
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 1000])
