@@ -260,7 +260,7 @@ async def test_the_loop_turns_beside_ten_bodies_at_the_limit(api: Callable[..., 
 async def test_bodies_read_in_one_call_would_be_seen(api: Callable[..., FastAPI], name: str) -> None:
     unlimited = api(max_json_values=1 << 30, max_json_containers=1 << 30)
     in_one_call: Fault = (json_pieces, "read", lambda data, limits, parse: from_json(data))
-    as_it_is, pause = await pauses(unlimited, "/v1/completions", LARGE[name], in_one_call, tries=4)
+    as_it_is, pause = await pauses(unlimited, "/v1/completions", LARGE[name], in_one_call, tries=2)
     print(f"R3 ten bodies of {name}: longest pause {1e3 * as_it_is:.0f} ms, in one call {1e3 * pause:.0f} ms")
     assert pause > 2 * as_it_is
 
@@ -290,12 +290,12 @@ def search() -> dict[str, list[dict[str, Any]]]:
         "/detokenize": [{"tokens": [token] * 100_000} for token in (5, 300, 4000)],
         "/v1/completions": [
             small | most,
-            small | most | {"stream": True},
+            small | most | {"max_tokens": 37, "stream": True},  # less of the same, which takes half a minute
             {"prompt": [7] * 1900, "echo": True, "n": 20, "max_tokens": 1, "logprobs": 20, "prompt_logprobs": 20},
             *({"prompt": text, "max_tokens": 1} for text in texts),
         ],
         "/v1/chat/completions": [
-            chat | {"n": 128, "max_tokens": 370, "logprobs": True, "top_logprobs": 20},
+            chat | {"n": 128, "max_tokens": 37, "logprobs": True, "top_logprobs": 20},
             *({"messages": [{"role": "user", "content": text}], "max_tokens": 1} for text in texts),
         ],
         "/generative_scoring": [
@@ -318,7 +318,7 @@ OF_HEADS = {"/classify", "/v1/classify", "/pooling", "/v1/embeddings", "/embed",
 
 # A byte of a request: bytes of its answer, microseconds of processor time. A generation of the shortest prompt is what
 # tenants are charged for, by admission and quota; every other route is bounded by what it is sent.
-GENERATED = (600_000.0, 500_000.0)
+GENERATED = (600_000.0, 1_500_000.0)  # 0.17 s on two idle cores, 0.5 s on slow ones
 BOUNDS: dict[str, tuple[float, float]] = {
     "/tokenize": (25.0, 5.0),
     "/detokenize": (5.0, 2.0),

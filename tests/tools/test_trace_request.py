@@ -16,6 +16,7 @@ import pytest
 
 from tools.trace_request import PACKAGES, REQUESTS, ROOT, FileVisit, Tracer, ValueClass, Walk, excess, report
 
+pytestmark = pytest.mark.timeout(1300)  # two walks, in which each call of a function is noted
 MAX_SCORE_FILES = 56
 MAX_SCORE_CLASSES = 10
 MAX_COMPLETION_FILES = 66
@@ -137,7 +138,7 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Walk]:
 def run(*arguments: str) -> tuple[int, str, str]:
     """Exit status and outputs of the command."""
     command = [sys.executable, "-m", "tools.trace_request", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
