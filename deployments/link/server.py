@@ -231,16 +231,16 @@ class _ServerLink(asyncio.Protocol):
 
     def _begin(self, number: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if self._takes(number):
-            task = self.calls[number] = self.loop.create_task(self._run(number, work()))
+            task = self.calls[number] = self.loop.create_task(self._run(number, work))
             task.add_done_callback(partial(self._forget, number))
 
     def _forget(self, number: int, task: "asyncio.Task[None]") -> None:
         if self.calls.get(number) is task:
             del self.calls[number]
 
-    async def _run(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+    async def _run(self, number: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
-            await work
+            await work()  # made here: a call that is cancelled before it begins leaves none behind
         except Exception:
             self._fault(number)
 

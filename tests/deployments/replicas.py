@@ -147,14 +147,21 @@ def backend_of() -> type[ReplicaBackend]:
     return ReplicaBackend
 
 
+SHARED = 4  # replicas that are kept for the next test: each has threads, which wake when there is nothing to do
+
+
+def end(server: ReplicaServer) -> None:
+    server.stop()
+    server.engine.check()
+
+
 @pytest.fixture(scope="session")
 def replica_servers() -> Iterator[dict[str, ReplicaServer]]:
-    """Replicas that tests share: starting one takes a second."""
+    """Replicas that tests share, those used last behind the others: starting one takes a second."""
     servers: dict[str, ReplicaServer] = {}
     yield servers
     for server in servers.values():
-        server.stop()
-        server.engine.check()
+        end(server)
 
 
 @pytest.fixture
@@ -168,15 +175,19 @@ async def replica_backend(
     async def make(**sections: Any) -> ReplicaBackend:
         args = AppArgs.model_validate({"router": {"link": "off"}} | toy_args | sections)  # they outlive this loop
         key = args.model_dump_json(exclude=OF_INGRESS)
-        if key not in replica_servers:
-            replica_servers[key] = ReplicaServer(args, "r1")
-            await replica_servers[key].start()
-        made.append(replica_servers[key])
-        return ReplicaBackend(made[-1])
+        server = replica_servers.pop(key, None)
+        if server is None:
+            server = ReplicaServer(args, "r1")
+            await server.start()
+        replica_servers[key] = server
+        made.append(server)
+        return ReplicaBackend(server)
 
     yield make
     for server in made:
         await assert_left_empty(server)
+    for key in [*replica_servers][:-SHARED]:
+        end(replica_servers.pop(key))
 
 
 @pytest.fixture

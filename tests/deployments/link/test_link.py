@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import hmac
 import socket
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -223,6 +225,17 @@ async def test_cancelling_reaches_the_replica(start: Start, service: Service) ->
     stream.cancel()
     await until(lambda: sorted(service.cancelled) == ["g", "s1"])
     assert link._calls == {}
+    link.close()
+
+
+async def test_a_call_that_is_cancelled_before_it_begins_leaves_nothing(start: Start) -> None:
+    link = await opened((await start()).address)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        link.call(generation(), 0).cancel()
+        assert isinstance(await link.call(score(3), 0), ScoreResult)
+        gc.collect()
+    assert [str(one.message) for one in warned] == []
     link.close()
 
 

@@ -308,7 +308,7 @@ def cut() -> type[Cut]:
     return Cut
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fleets() -> Iterator[dict[str, dict[str, ReplicaServer]]]:
     made: dict[str, dict[str, ReplicaServer]] = {}
     yield made
