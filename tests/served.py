@@ -17,6 +17,7 @@ from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "deployments" / "configs"
+READY_S = 480.0  # a busy machine takes minutes for two applications
 END_S = 60.0
 # `ASSAY_CHAOS_LINK=off`: the services of tests send every call over Serve's handle.
 CHOSEN_LINK: dict[str, dict[str, Any]] = (
@@ -28,7 +29,7 @@ CHOSEN_LINK: dict[str, dict[str, Any]] = (
 def served(
     name: str,
     folder: Path,
-    ready_s: float = 180.0,
+    ready_s: float = READY_S,
     environment: Mapping[str, str] | None = None,
     **sections: dict[str, Any],
 ) -> Iterator[str]:
@@ -45,7 +46,7 @@ def serving(
     url: str,
     *,
     prefixes: Sequence[str] = ("",),
-    ready_s: float = 180.0,
+    ready_s: float = READY_S,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """`url`, once the applications of a configuration are ready; the log stands beside the file."""

@@ -13,7 +13,7 @@ import yaml
 
 from tests.served import on_a_free_port, serving
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 NAMES = ("judge", "writer")
 ANNOUNCED_S = 30.0
 
