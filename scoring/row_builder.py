@@ -230,7 +230,7 @@ class RowBuilder:
         for index, item in enumerate(items):
             if not isinstance(item, str):
                 return items
-            if not _is_unicode(item):
+            if not is_unicode(item):
                 message = f"`{self.spec.names.items}[{index}]` must be Unicode text. Given: half of a surrogate pair."
                 self.errors[index] = ItemError(ScoreCode.INVALID_VALUE, message)
                 item = ""
@@ -600,7 +600,7 @@ def _kept_text(text: str, spans: list[tuple[int, int]], keep: int, side: Side) -
     return text[: spans[keep - 1][1]] if side == "right" else text[spans[len(spans) - keep][0] :]
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """Tells whether a text has no half of a surrogate pair."""
     try:
         text.encode()

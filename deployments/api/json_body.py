@@ -1,7 +1,6 @@
 """Reads a request's body as JSON. Its errors name the place, and nothing of the text."""
 
 import json
-import re
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator
 from typing import Any, NoReturn
@@ -11,11 +10,10 @@ from pydantic_core import from_json
 from deployments.api import json_pieces
 from deployments.api.json_pieces import JsonLimits, TooDeep, TooManyValues
 from deployments.errors import ApiError, path_of
+from scoring.row_builder import is_unicode
 
 HALF = "\ud800"
 """Stands for an item with half of a surrogate pair, which is no Unicode text: it fails where items are tokenised."""
-
-ANY_HALF = re.compile("[\ud800-\udfff]")
 
 Place = tuple[int | str, ...]
 
@@ -104,7 +102,7 @@ def _halves(value: object) -> Iterator[Place]:
     while nodes:
         place, node = nodes.pop()
         names = [*node] if isinstance(node, dict) else [node] if isinstance(node, str) else []
-        if any(map(ANY_HALF.search, names)):
+        if not all(map(is_unicode, names)):
             yield place
         children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
         nodes += reversed([((*place, key), child) for key, child in children])

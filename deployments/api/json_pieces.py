@@ -150,14 +150,13 @@ class _Reader:
         """
         found: list[str] = []
         while end - start > PIECE_BYTES:
-            cuts = range(start + PIECE_BYTES, min(start + PIECE_BYTES + CHAR_BYTES, end))
-            for cut in cuts:
-                if not PAIR.match(self._data, max(start, cut - CHAR_BYTES // 2)):
+            for cut in range(start + PIECE_BYTES, min(start + PIECE_BYTES + CHAR_BYTES, end)):
+                if not PAIR.match(self._data, cut - CHAR_BYTES // 2):
                     with contextlib.suppress(ValueError):
                         found.append(self._parser(b'"%b"' % self._data[start:cut]))
                         start = cut
                         break
-            else:
+            else:  # it is wrong here, or ends here: one call tells
                 break
         found.append(self._parse(b'"%b"' % self._data[start:end], start, end))
         return "".join(found)

@@ -181,15 +181,20 @@ TEN: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
-def allowed_s() -> float:
-    """The longest pause that may be seen now: 100 ms, and more where this machine is slower for the time being."""
+def slowness() -> float:
+    """How much longer than on two idle cores a loop takes for the time being; at least 1."""
     turns = []
     for _ in range(5):
         began = time.perf_counter()
         for _ in range(1_000_000):
             pass
         turns.append(time.perf_counter() - began)
-    return MAX_PAUSE_S * max(1.0, sorted(turns)[2] / MILLION_S)
+    return max(1.0, sorted(turns)[2] / MILLION_S)
+
+
+def allowed_s() -> float:
+    """The longest pause that may be seen now: 100 ms on two idle cores."""
+    return MAX_PAUSE_S * slowness()
 
 
 @pytest.mark.full(keep=1)
@@ -260,7 +265,7 @@ async def test_the_loop_turns_beside_ten_bodies_at_the_limit(api: Callable[..., 
 async def test_bodies_read_in_one_call_would_be_seen(api: Callable[..., FastAPI], name: str) -> None:
     unlimited = api(max_json_values=1 << 30, max_json_containers=1 << 30)
     in_one_call: Fault = (json_pieces, "read", lambda data, limits, parse: from_json(data))
-    as_it_is, pause = await pauses(unlimited, "/v1/completions", LARGE[name], in_one_call, tries=2)
+    as_it_is, pause = await pauses(unlimited, "/v1/completions", LARGE[name], in_one_call, tries=4)
     print(f"R3 ten bodies of {name}: longest pause {1e3 * as_it_is:.0f} ms, in one call {1e3 * pause:.0f} ms")
     assert pause > 2 * as_it_is
 
@@ -289,8 +294,8 @@ def search() -> dict[str, list[dict[str, Any]]]:
         + [{"messages": [{"role": "user", "content": text}], "return_token_strs": True} for text in texts],
         "/detokenize": [{"tokens": [token] * 100_000} for token in (5, 300, 4000)],
         "/v1/completions": [
-            small | most,
-            small | most | {"max_tokens": 37, "stream": True},  # less of the same, which takes half a minute
+            small | most | {"stream": True},  # the largest answer; the others of its kind have a tenth of it
+            small | most | {"max_tokens": 37},
             {"prompt": [7] * 1900, "echo": True, "n": 20, "max_tokens": 1, "logprobs": 20, "prompt_logprobs": 20},
             *({"prompt": text, "max_tokens": 1} for text in texts),
         ],
@@ -318,12 +323,12 @@ OF_HEADS = {"/classify", "/v1/classify", "/pooling", "/v1/embeddings", "/embed",
 
 # A byte of a request: bytes of its answer, microseconds of processor time. A generation of the shortest prompt is what
 # tenants are charged for, by admission and quota; every other route is bounded by what it is sent.
-GENERATED = (600_000.0, 1_500_000.0)  # 0.17 s on two idle cores, 0.5 s on slow ones
+GENERATED = (600_000.0, 750_000.0)
 BOUNDS: dict[str, tuple[float, float]] = {
     "/tokenize": (25.0, 5.0),
     "/detokenize": (5.0, 2.0),
     "/v1/completions": GENERATED,
-    "/v1/chat/completions": GENERATED,
+    "/v1/chat/completions": (60_000.0, 75_000.0),  # a tenth of the tokens
     "/generative_scoring": (3_000.0, 10_000.0),
     "/v1/score": (1_500.0, 2_000.0),
     "/score": (1_500.0, 2_000.0),
@@ -357,8 +362,11 @@ async def test_no_route_gives_much_for_a_byte(api: Callable[..., FastAPI]) -> No
     posted = {path for path, methods in app.openapi()["paths"].items() if "post" in methods}
     assert posted - bodies.keys() == OF_HEADS
     found = {path: await worst(app, path, bodies[path]) for path in bodies}
+    slower = slowness()
     beyond = {
-        path: ratios for path, ratios in found.items() if any(a > b for a, b in zip(ratios, BOUNDS[path], strict=True))
+        path: (answered, microseconds)
+        for path, (answered, microseconds) in found.items()
+        if answered > BOUNDS[path][0] or microseconds > slower * BOUNDS[path][1]
     }
     assert not beyond
 

@@ -112,13 +112,18 @@ def check_schema(config: dict[str, Any]) -> Iterator[Finding]:
             where = _path(one["loc"])
             if where not in reported:
                 yield error(where, f"{one['msg']}.{given(one['input'])}")
-        return
+    else:
+        yield from _autoscaling(config)
+
+
+def _autoscaling(config: dict[str, Any]) -> Iterator[Finding]:
+    """Checks what Ray's schema takes as it is, and refuses when it deploys. The rest fits the schema."""
     for index, application in enumerate(config.get("applications") or []):
         for number, deployment in enumerate(application.get("deployments") or []):
-            scaling = deployment.get("autoscaling_config")
-            if scaling is not None:  # Ray's schema takes any mapping here, and refuses it when it deploys
+            found = deployment.get("autoscaling_config")
+            if found is not None:
                 place = under(under(under(under("applications", index), "deployments"), number), "autoscaling_config")
-                yield from check_section(AutoscalingConfig, scaling, place)
+                yield from check_section(AutoscalingConfig, found, place)
 
 
 def _unknown_keys(value: object, model: type[BaseModel], where: str) -> Iterator[Finding]:

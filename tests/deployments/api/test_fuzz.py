@@ -31,7 +31,7 @@ from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
 from engine.tokenizer.tokenizer import load_tokenizer
 from tests.support import toy_model
 
-pytestmark = pytest.mark.timeout(900)  # five times the examples take a minute a test
+pytestmark = pytest.mark.timeout(900)  # ten times the examples take a minute and a half a test
 PLAIN_VOCABULARY = 258  # without the toy's magic tokens: one of them ends the process
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 SMALL = {
@@ -119,7 +119,7 @@ PROBE_OF_A_HEAD = ("/classify", {"input": ["one", "two"]})
 PROBE_OF_VECTORS = ("/v1/embeddings", {"input": ["one", "two"]})
 PATIENCE_S = 60  # a machine may be slower than the tool's own 10 s allow
 Examples = settings  # by another name, since a world has settings of its own
-FULL = 100  # bodies a route in the full tier
+FULL = 200  # bodies a route in the full tier
 SEEK = 60  # bodies: which are made up depends on what else the process has loaded, and one of them must be odd
 SEED = 20261123
 RUN = settings(
