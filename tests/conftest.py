@@ -89,7 +89,7 @@ def young_garbage_alone() -> None:
     garbage_collection.HELD_GENERATION = 0
 
 
-READY_S = 60.0  # for a deployed application to pass its first canary
+READY_S = 240.0  # for a deployed application to pass its first canary
 
 TOY_ARGS: dict[str, Any] = {
     "model": {"path": "toy", "served_name": "toy"},

@@ -27,7 +27,7 @@ def assay(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(command: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_a_file_is_scored(assay: Path, url: str, query: str, documents: list[str], tmp_path: Path) -> None:

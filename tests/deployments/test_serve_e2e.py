@@ -245,10 +245,10 @@ async def test_another_caller_of_the_handle_gets_an_error_and_no_crash(
     service: Service, replicas: Any, name: str
 ) -> None:
     method, task, field = HOSTILE[name]
-    reply = await asyncio.to_thread(getattr(replicas, method).remote(task).result, timeout_s=20)
+    reply = await asyncio.to_thread(getattr(replicas, method).remote(task).result, timeout_s=60)
     assert isinstance(reply, Failure)
     assert reply.field == field
-    good = await asyncio.to_thread(replicas.generate.remote(generate_task()).result, timeout_s=20)
+    good = await asyncio.to_thread(replicas.generate.remote(generate_task()).result, timeout_s=60)
     assert isinstance(good, GenerateReply)
 
 
@@ -356,7 +356,6 @@ async def hundred(service: Service, first: int) -> tuple[list[int], float]:
     figure="0.18 MB in 10,000 requests, 95 % interval [0.14, 0.20], over 17,000 of 20,000 requests; a tenth "
     "left; planted (6 kB for every third request): 18.5 [17.8, 18.7]",
 )
-@pytest.mark.timeout(180)
 async def test_a_soak_of_mixed_requests_leaves_nothing_behind(service: Service) -> None:
     """No 5xx, gauges at zero after every hundred, and no growth of memory between the second and the last hundred."""
     statuses: list[int] = []
@@ -390,8 +389,8 @@ async def test_tasks_of_one_call_are_answered_as_by_calls_of_their_own(replicas:
     rows = np.random.default_rng(5).integers(0, 250, (8, 12)).astype(np.int32)
     tasks = tuple(replace(score_task(), ids=row, starts=np.array([0, 12], np.int32)) for row in rows)
     calls = [replicas.score.remote(task) for task in tasks]
-    alone = [await asyncio.to_thread(call.result, timeout_s=20) for call in calls]
-    found = await asyncio.to_thread(replicas.score_batch.remote(tasks).result, timeout_s=20)
+    alone = [await asyncio.to_thread(call.result, timeout_s=60) for call in calls]
+    found = await asyncio.to_thread(replicas.score_batch.remote(tasks).result, timeout_s=60)
     assert [one.label_logprobs.tobytes() for one in found] == [one.label_logprobs.tobytes() for one in alone]
 
 
@@ -429,7 +428,7 @@ async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, r
     deadly = generate_task(prompt=np.array([5, toy_model.KILL], np.int32))
     killed = replicas.generate.remote(deadly, route=Route((max(running, key=running.__getitem__),), 0))
     with pytest.raises(RayActorError):
-        await asyncio.to_thread(killed.result, timeout_s=20)
+        await asyncio.to_thread(killed.result, timeout_s=60)
     assert (await call)["columns"]["logprobs"] == expected
     assert await asyncio.gather(*streams) == told
     assert await service.total("assay_fanout_shards_sum") == shards + 2
@@ -458,14 +457,14 @@ def test_the_memory_test_would_see_a_leak(url: str, toy_args: dict[str, Any]) ->
     handle = serve.run(leaky.bind(AppArgs.model_validate(toy_args)), name="leaky", route_prefix=None)
 
     def resident() -> float:
-        families = handle.collect.remote().result(timeout_s=20).families
+        families = handle.collect.remote().result(timeout_s=60).families
         found = next(family for family in families if family.name == "assay_process_resident_bytes").samples
         return float(found.split()[-1])
 
     memory = []
     for _ in range(3):
         for response in [handle.score.remote(score_task()) for _ in range(100)]:
-            response.result(timeout_s=20)
+            response.result(timeout_s=60)
         memory.append(resident())
     serve.delete("leaky")
     assert memory[-1] - memory[0] > MEMORY_SLACK, memory

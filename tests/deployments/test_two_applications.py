@@ -15,7 +15,7 @@ from tests.served import on_a_free_port, serving
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 NAMES = ("judge", "writer")
-ANNOUNCED_S = 30.0
+ANNOUNCED_S = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -108,6 +108,6 @@ ToyModel().forward(StepKind.PREFILL, [sequence], torch.zeros((1, 4), dtype=torch
 @pytest.mark.parametrize(("faults", "status"), [("1", toy_model.KILL_STATUS), ("0", 1)])
 def test_kill_ends_the_process_and_the_toy_loads_only_for_fault_tests(faults: str, status: int) -> None:
     env = {**os.environ, "ASSAY_TEST_FAULTS": faults, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, timeout=120, check=False)
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, timeout=300, check=False)
     assert ran.returncode == status
     assert faults == "1" or b"ASSAY_TEST_FAULTS=1" in ran.stderr

@@ -15,7 +15,7 @@ import yaml
 from tests.support.ports import free_port
 
 Json = dict[str, Any]
-START_S = 60.0
+START_S = 240.0
 POINTS = 60  # of a range
 
 

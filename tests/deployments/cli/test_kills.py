@@ -70,7 +70,7 @@ def run_with_kills(command: list[str], output: Path, kills: int, seed: int) -> l
         process.send_signal(signal.SIGKILL)
         assert process.wait(10) == -signal.SIGKILL
         seen.append(lines_of(output))
-    assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=60).returncode == 0
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=300).returncode == 0
     return seen
 
 
@@ -118,10 +118,10 @@ def test_an_interrupt_says_so_and_the_next_run_goes_on(
         assert process.poll() is None
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "continues from here" in said and "Traceback" not in said and 50 <= lines_of(output) < COUNT
-    assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=60).returncode == 0
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=300).returncode == 0
     assert whole(output, score_of)
 
 

@@ -33,7 +33,7 @@ OF_THE_SERVICE = ("torch", "ray", "transformers", "tokenizers", "safetensors", "
 def light(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """Runs `assay` where the packages of the service are not installed."""
     script = LIGHT.replace("{names}", repr(OF_THE_SERVICE))
-    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=300)
 
 
 def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,7 +137,7 @@ def pull(registry: Registry, folder: Path, model: str = "org/tiny@v1") -> subpro
         | {"HF_ENDPOINT": registry.url, "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

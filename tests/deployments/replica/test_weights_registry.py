@@ -75,16 +75,16 @@ def test_replicas_of_ray_with_other_weights_are_never_both_ready(cluster: Callab
     kind = ray.remote(Process)
     first, second, third = (kind.options(num_cpus=0).remote(name, spread) for name, spread in
                             (("first", 2.5), ("second", 2.5), ("third", 1.5)))  # fmt: skip
-    ready = ray.get([first.start.remote(), third.start.remote()], timeout=60)
+    ready = ray.get([first.start.remote(), third.start.remote()], timeout=300)
     assert sorted(one is None for one in ready) == [False, True]
     refused, other = (third, "first") if ready[0] is None else (first, "third")
     message = ready[1] or ready[0]
     assert f"replica {other}" in message and "model.path" in message
-    same = ray.get(second.start.remote(), timeout=60)
+    same = ray.get(second.start.remote(), timeout=300)
     assert (same is None) == (other == "first")
     for actor in {first, second, third} - {refused} if other == "first" else {third}:
-        ray.get(actor.stop.remote(), timeout=60)
+        ray.get(actor.stop.remote(), timeout=300)
     assert "assay-weights-registry-test" not in [
         one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE
     ]
-    assert ray.get(kind.options(num_cpus=0).remote("fourth", 1.5).start.remote(), timeout=60) is None
+    assert ray.get(kind.options(num_cpus=0).remote("fourth", 1.5).start.remote(), timeout=300) is None

@@ -88,7 +88,7 @@ def test_work_apart_leaves_no_thread_behind(planted: bool) -> None:
     """Planted: the thread stays, as a pool's does, and with it those that torch has started for it."""
     command = [sys.executable, "-c", LEFT_BEHIND, "in a pool" if planted else "apart"]
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
     assert int(done.stdout) == (2 if planted else 0)
 
 
@@ -128,6 +128,6 @@ def test_steps_find_their_memory_again() -> None:
     for how in ("kept", "as it comes"):
         command = [sys.executable, "-c", FAULTS, how]
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}  # else the library moves it by itself
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
         found[how] = int(done.stdout)
     assert found["kept"] < 20_000 and found["as it comes"] > 90_000

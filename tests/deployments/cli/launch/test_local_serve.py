@@ -289,7 +289,7 @@ def test_a_model_that_cannot_be_served_starts_nothing_and_is_one_line(tmp_path: 
     config = tmp_path / "config.yaml"
     config.write_text(CPU.read_text("utf-8").replace("path: builtin", f"path: {folder}").replace("8000", "0"))
     command = [sys.executable, "-m", "deployments.cli", "serve", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert str(folder / "model.safetensors") in last and "git-lfs pointer" in last
