@@ -96,10 +96,20 @@ def _place(named: tuple[str, Any]) -> int:
     return next((place for place, kind in enumerate(SLOWEST) if named[0].startswith(kind)), len(SLOWEST))
 
 
+def _compilers_a_module(files: Sequence[int], most: int) -> int:
+    """Returns the most compilers of each module, at least one, that are together at most `most`.
+
+    `files` are the sources of the modules that compile concurrently: one of few files leaves its share to the others.
+    """
+    fitting = [each for each in range(1, max(files, default=1) + 1) if sum(min(one, each) for one in files) <= most]
+    return max(fitting, default=1)
+
+
 def build(named: Sequence[tuple[str, Any]], processes: int) -> list[str]:
     """Compiles modules, `processes` concurrently, and prints a line as each ends. Returns the names of failed ones."""
     concurrent = max(1, min(processes, len(named)))
-    os.environ.setdefault("MAX_JOBS", str(-(-COMPILERS_A_CORE * cores() // concurrent)))
+    files = sorted((len(module.sources) for _, module in named), reverse=True)[:concurrent]
+    os.environ.setdefault("MAX_JOBS", str(_compilers_a_module(files, COMPILERS_A_CORE * cores())))
     failed = []
     with ThreadPoolExecutor(concurrent) as threads:
         names = {threads.submit(_build, module): name for name, module in sorted(named, key=_place)}

@@ -402,10 +402,7 @@ class HFModel:
             return
         tokens = self._engine.token_budget
         with timed("attention kernels", progress):
-            if self._attention_build is not None:
-                self._attention_build.wait()
             self._run_idle_steps((tokens, self._engine.max_running))
-            self._run_idle_cascade()
         if self._engine.compile:
             with timed("compile", progress):
                 self._compile(tokens)
@@ -416,6 +413,10 @@ class HFModel:
             if self._engine.prefill_graph_tokens and self.head is not None:
                 with timed("prefill graphs", progress):
                     self._capture_prefill(self._decode_graphs)
+        with timed("shared contexts", progress):  # their module takes longest to build, and nothing above needs it
+            if self._attention_build is not None:
+                self._attention_build.wait()
+            self._run_idle_cascade()
         if self.pooling_head is None:
             with timed("likelihoods", progress):
                 self._run_idle_targets()
