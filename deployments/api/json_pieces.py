@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-PIECE_BYTES = 131_072  # that one call of the parser reads, if entries are no larger
+WHOLE_BYTES = 131_072  # a body that one call of the parser reads: in pieces it takes 30 times as long
+PIECE_BYTES = 32_768  # of a larger body, that one call reads if entries are no larger: 10,000 empty lists
 BLANK = b" \t\n\r"
 QUOTE, COMMA, COLON = b'",:'
 DEEPER = np.zeros(256, np.int8)  # by byte: how much deeper its successor is
@@ -54,7 +55,7 @@ class JsonLimits:
     """Bytes of a body that one call of the parser may read: it cannot hold more than is allowed."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "whole_bytes", min(PIECE_BYTES, self.values, self.containers))
+        object.__setattr__(self, "whole_bytes", min(WHOLE_BYTES, self.values, self.containers))
 
 
 def read(data: bytes, limits: JsonLimits, parse: Callable[[bytes], Any]) -> Any:
