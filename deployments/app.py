@@ -51,6 +51,7 @@ from engine.tokenizer.tokenizer import load_tokenizer
 INGRESS_ONGOING_FACTOR = 2  # times the connection limit, so that a request is refused and does not wait in Ray's queue
 REPLICA_ONGOING = 1024
 MAX_QUEUED = 2048  # of a caller's queue: reached only if the connection limit and ingress admission both fail
+FIRST_PASS_S = 10.0  # an ingress that starts together with its replicas then says that they are starting
 PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
 ROUTER = "deployments.routing.replica_selection.TokenRouter"
 SCALING_POLICY = "deployments.autoscaling:TokenPolicy"
@@ -137,6 +138,8 @@ class Ingress:
         )
         for task in self._tasks:
             task.start()
+        # Serve sends requests from here on: one that replaces another process has to know of the replicas first.
+        await self._health.first_pass(FIRST_PASS_S)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         model, folder = self._args.model, _model_folder(self._args)

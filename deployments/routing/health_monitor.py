@@ -1,6 +1,7 @@
 """Monitors which replicas pass their canaries, as one ingress sees it."""
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -54,9 +55,19 @@ class HealthMonitor(PeriodicTask):
         self._suspects: Collection[str] = ()  # among these
         self._judge_at = -math.inf  # when another could be suspected
         self.replicas = 0  # as the last broadcast saw them
-        self.seen_ready = False
+        self._seen = asyncio.Event()
         self.draining = False
         self.leaving = False  # stopping, and still answering: see deployments.routing.drain
+
+    @property
+    def seen_ready(self) -> bool:
+        """Whether a canary has ever passed."""
+        return self._seen.is_set()
+
+    async def first_pass(self, limit_s: float) -> None:
+        """Waits until a canary has passed, at most `limit_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._seen.wait(), limit_s)
 
     async def stop(self) -> None:
         self.draining = True
@@ -109,7 +120,7 @@ class HealthMonitor(PeriodicTask):
             if answer.replica in self._suspects:
                 self._judge_at = -math.inf
             self.replicas = max(self.replicas, 1)
-            self.seen_ready = True
+            self._seen.set()
         else:
             log.warning("The canary of replica %s failed: %s", answer.replica, answer.failure)
 

@@ -62,6 +62,19 @@ async def test_it_is_starting_until_a_canary_has_passed() -> None:
     assert world.failures == ["timeout", None]
 
 
+async def test_a_new_ingress_waits_for_the_first_pass_and_no_longer_than_it_may() -> None:
+    world = World()
+    await world.board.first_pass(0.01)
+    await world.look(CanaryReply("a", "timeout", 5))
+    waiting = asyncio.create_task(world.board.first_pass(60))
+    await asyncio.sleep(0)
+    assert not waiting.done() and not world.board.seen_ready
+    await world.look(passed("a"))
+    await asyncio.wait_for(waiting, 10)
+    await world.board.first_pass(0)
+    assert world.board.seen_ready
+
+
 async def test_a_start_that_has_failed_is_failed_with_its_reason_until_another_begins() -> None:
     world = World()
     world.failure = StartFailure("BadCheckpoint", "a file is cut off")
