@@ -3,8 +3,8 @@
 import gc
 
 THRESHOLDS = (10_000, 2, 1_000)  # new objects before a collection of them; younger collections before an older one
-"""A collection stops every thread. The middle one looks at 40,000 objects at most: 3 ms, or 30 ms where hours of use
-have left free memory in small holes. The oldest one comes after 30 million new ones."""
+"""A collection stops every thread. The middle one looks at 40,000 objects at most: 261,000 took 18 ms in a new process,
+and 201 ms where free memory is in small holes. The oldest one comes after 30 million new ones."""
 
 
 def collect_rarely() -> None:

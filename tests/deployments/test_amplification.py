@@ -274,7 +274,7 @@ def scattered() -> Iterator[None]:
 @pytest.mark.full
 @pytest.mark.risk(
     "R3",
-    figure="beside ten bodies of lists or names where memory is in holes: longest pause 27 to 69 ms, not 31 to 160",
+    figure="beside ten bodies of lists or names where memory is in holes: longest pause 26 to 89 ms",
 )
 @pytest.mark.parametrize("name", ["lists", "names"])
 @pytest.mark.usefixtures("scattered")
