@@ -55,19 +55,14 @@ class HealthMonitor(PeriodicTask):
         self._suspects: Collection[str] = ()  # among these
         self._judge_at = -math.inf  # when another could be suspected
         self.replicas = 0  # as the last broadcast saw them
-        self._seen = asyncio.Event()
+        self.passed_once = asyncio.Event()  # set by the first pass of any replica
         self.draining = False
         self.leaving = False  # stopping, and still answering: see deployments.routing.drain
-
-    @property
-    def seen_ready(self) -> bool:
-        """Whether a canary has ever passed."""
-        return self._seen.is_set()
 
     async def first_pass(self, limit_s: float) -> None:
         """Waits until a canary has passed, at most `limit_s` seconds."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._seen.wait(), limit_s)
+            await asyncio.wait_for(self.passed_once.wait(), limit_s)
 
     async def stop(self) -> None:
         self.draining = True
@@ -85,7 +80,7 @@ class HealthMonitor(PeriodicTask):
             task.add_done_callback(self._rounds.discard)
             await asyncio.wait({task}, timeout=self._health.period_s)
             rest = self._health.period_s - (self._clock() - began)
-            await asyncio.sleep(max(0.0, rest) if self.seen_ready else EAGER_S)
+            await asyncio.sleep(max(0.0, rest) if self.passed_once.is_set() else EAGER_S)
 
     async def _round(self) -> None:
         try:
@@ -103,7 +98,7 @@ class HealthMonitor(PeriodicTask):
 
     async def _look_for_failure(self) -> None:
         """Asks once a period, until a canary has passed, whether Serve has given up on the replicas."""
-        if self.seen_ready or self._clock() - self._asked < self._health.period_s:
+        if self.passed_once.is_set() or self._clock() - self._asked < self._health.period_s:
             return
         self._asked = self._clock()
         before, self._failure = self._failure, await self._start_failure()
@@ -120,7 +115,7 @@ class HealthMonitor(PeriodicTask):
             if answer.replica in self._suspects:
                 self._judge_at = -math.inf
             self.replicas = max(self.replicas, 1)
-            self._seen.set()
+            self.passed_once.set()
         else:
             log.warning("The canary of replica %s failed: %s", answer.replica, answer.failure)
 
@@ -156,7 +151,7 @@ class HealthMonitor(PeriodicTask):
             return "draining"
         if self.ready >= self._health.min_replicas:
             return "ready"
-        if self.seen_ready:
+        if self.passed_once.is_set():
             return "unready"
         return "starting" if self._failure is None else "failed"
 

@@ -275,7 +275,7 @@ class ReplicaCaller:
         """Raises ApiError where the call would wait in this process until a replica exists."""
         if self._health.draining:
             raise ApiError("draining", "The server is shutting down.", retry_after_s=RETRY_AFTER_S)
-        if not self._health.seen_ready:
+        if not self._health.passed_once.is_set():
             raise ApiError("not_ready", "The server is starting.", retry_after_s=RETRY_AFTER_S)
         if not self._health.replicas:
             raise no_replica()

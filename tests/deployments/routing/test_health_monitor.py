@@ -68,11 +68,11 @@ async def test_a_new_ingress_waits_for_the_first_pass_and_no_longer_than_it_may(
     await world.look(CanaryReply("a", "timeout", 5))
     waiting = asyncio.create_task(world.board.first_pass(60))
     await asyncio.sleep(0)
-    assert not waiting.done() and not world.board.seen_ready
+    assert not waiting.done() and not world.board.passed_once.is_set()
     await world.look(passed("a"))
     await asyncio.wait_for(waiting, 10)
     await world.board.first_pass(0)
-    assert world.board.seen_ready
+    assert world.board.passed_once.is_set()
 
 
 async def test_a_start_that_has_failed_is_failed_with_its_reason_until_another_begins() -> None:
