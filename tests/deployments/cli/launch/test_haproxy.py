@@ -170,24 +170,27 @@ defaults
     timeout connect 5s
     timeout client 60s
     timeout server 60s
+    timeout http-keep-alive 60s
     option redispatch 1
-    retry-on {retry_on}
-    retries 3
+    retry-on {RAY_SERVE_HAPROXY_RETRY_ON}
+    retries {RAY_SERVE_HAPROXY_RETRIES}
     errorfile 502 {folder}/500.http
     errorfile 503 {folder}/500.http
-    balance roundrobin
+    balance {balance}
+    default-server inter 60s observe layer4 error-limit {RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT} on-error mark-down
 frontend prometheus
     bind 127.0.0.1:{metrics}
 frontend http_frontend
     bind 127.0.0.1:{port}
     default_backend ingresses
 backend ingresses
-    server one 127.0.0.1:{one}
-    server two 127.0.0.1:{two}
+    http-reuse always
+    server one 127.0.0.1:{one} {checked}
+    server two 127.0.0.1:{two} {checked} {backup}
 listen stats
     bind 127.0.0.1:{stats}
 """
-REPLAYED = ray_env.REPLAY["RAY_SERVE_HAPROXY_RETRY_ON"]
+ROUND_ROBIN = {"balance": "roundrobin", "checked": "", "backup": ""}
 
 
 class Dying:
@@ -238,14 +241,23 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def proxied(
-    folder: Path, one: int, two: int, retry_on: str = REPLAYED
+    folder: Path, one: int, two: int, *, backup: bool = False, **other: str
 ) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """HAProxy as the launcher starts it, over two servers: its port and its process."""
+    """HAProxy as the launcher starts it, over two servers: its port and its process.
+
+    Args:
+        folder: for its files.
+        one: the first server's port.
+        two: the second one's.
+        backup: Whether the second takes requests only where the first is known to be down.
+        other: variables of Ray's HAProxy that are not as in fast mode.
+    """
     port, metrics, stats = free_ports(3)
     (folder / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\n\r\nInternal Server Error")
     config = folder / "haproxy.cfg"
     ports = {"port": port, "metrics": metrics, "stats": stats, "one": one, "two": two}
-    config.write_text(SERVING.format(folder=folder, retry_on=retry_on, **ports))
+    kind = {"balance": "leastconn", "checked": "check", "backup": "backup"} if backup else ROUND_ROBIN
+    config.write_text(SERVING.format(folder=folder, **ports, **kind, **ray_env.REPLAY | other))
     home, launcher = haproxy.prepare(haproxy.find_binary())
     process = subprocess.Popen([str(launcher), "-db", "-f", str(config), "-dR"])
     try:
@@ -308,10 +320,74 @@ def test_a_request_is_sent_again_where_its_ingress_dies_before_it_answers(tmp_pa
 def test_without_replay_a_dying_ingress_would_be_seen(tmp_path: Path) -> None:
     """The planted fault: Serve's own `retry-on`."""
     dead, alive = Dying(b""), Dying(GOOD)
-    with proxied(tmp_path, dead.port, alive.port, "conn-failure") as (port, _):
+    with proxied(tmp_path, dead.port, alive.port, RAY_SERVE_HAPROXY_RETRY_ON="conn-failure") as (port, _):
         assert {post(port, BODY)[0] for _ in range(4)} == {200, 503}
     dead.close()
     alive.close()
+
+
+class Kept:
+    """A server that keeps its connections, and at its death leaves them to be found dead one by one.
+
+    It answers once `connections` requests are there, so that as many connections exist.
+    """
+
+    def __init__(self, connections: int) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self.dead = threading.Event()
+        self.lost = 0  # requests that came on a connection of the dead one
+        self._all_here = threading.Barrier(connections)
+        for _ in range(connections):
+            threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        connection, _ = self._server.accept()
+        with connection:
+            while connection.recv(65536):
+                if self.dead.is_set():
+                    self.lost += 1
+                    return
+                self._all_here.wait()
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+
+    def die(self) -> None:
+        self.dead.set()
+        self._server.close()
+
+
+def after_the_death(folder: Path, connections: int, **other: str) -> tuple[bytes, int]:
+    """What a client is sent where the only ingress that HAProxy knows has died, and how often its request was lost."""
+    kept, backup = Kept(connections), Dying(GOOD)
+    with proxied(folder, kept.port, backup.port, backup=True, **other) as (port, _), contextlib.ExitStack() as clients:
+        asking = [
+            clients.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(connections)
+        ]
+        for client in asking:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert all(client.recv(65536).endswith(b"ok") for client in asking)
+        kept.die()
+        asking[0].sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = asking[0].recv(65536)
+    backup.close()
+    return answer, kept.lost
+
+
+KEPT = 6
+
+
+@pytest.mark.risk("R16")
+def test_connections_of_a_dead_ingress_use_up_no_requests_tries(tmp_path: Path) -> None:
+    """A process that HAProxy's next configuration replaced may know of the dead ingress alone, and of a backup."""
+    answer, lost = after_the_death(tmp_path, KEPT)
+    assert answer.endswith(b"ok") and lost
+
+
+@pytest.mark.risk("R16", planted=True)
+def test_with_fewer_tries_the_request_would_be_lost(tmp_path: Path) -> None:
+    found = {"RAY_SERVE_HAPROXY_RETRIES": "5", "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "3"}
+    answer, lost = after_the_death(tmp_path, KEPT, **found)
+    assert b"replica_lost" in answer and lost == KEPT
 
 
 def test_an_answer_that_has_begun_is_cut_and_not_sent_again(tmp_path: Path) -> None:
