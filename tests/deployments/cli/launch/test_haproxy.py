@@ -385,9 +385,10 @@ def test_connections_of_a_dead_ingress_use_up_no_requests_tries(tmp_path: Path) 
 
 @pytest.mark.risk("R16", planted=True)
 def test_with_fewer_tries_the_request_would_be_lost(tmp_path: Path) -> None:
+    """HAProxy answers with its error, or closes the connection without a word."""
     found = {"RAY_SERVE_HAPROXY_RETRIES": "5", "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "3"}
     answer, lost = after_the_death(tmp_path, KEPT, **found)
-    assert b"replica_lost" in answer and lost == KEPT
+    assert (answer == b"" or b"replica_lost" in answer) and lost == KEPT
 
 
 def test_an_answer_that_has_begun_is_cut_and_not_sent_again(tmp_path: Path) -> None:
