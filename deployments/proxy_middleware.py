@@ -11,6 +11,7 @@ Serve's proxy imports this module, so it imports little else of ours.
 
 import asyncio
 import base64
+import math
 import os
 import re
 import secrets
@@ -27,6 +28,9 @@ from deployments.one_write import OneWrite
 
 SCOPE_ID = "assay.request_id"
 """The key under which the scope carries the id. A client cannot set it, while it could set any header."""
+SCOPE_TELL = "assay.tell"
+"""The key that asks an application to send a message of the type `BEGUN` once it begins a request."""
+BEGUN = "assay.begun"
 REQUEST_ID, CLIENT_ID = b"x-request-id", b"x-client-request-id"
 IDS, ID_CHARS = 64, 26  # ids that are drawn together, and the characters of each
 MAX_CLIENT_ID = 512  # characters, as for OpenAI's header of this name
@@ -41,7 +45,10 @@ DROPPED = frozenset(
 UNWATCHED = (b"x-request-disconnect-disabled", b"?1")  # spares a request two tasks of Serve's
 DECODED = frozenset((b"x-request-timeout-seconds", b"traceparent", b"tracestate"))  # kept, if Serve can read them
 
+SERVES_OWN = "/-/"  # paths that its proxy answers itself
+
 ROUNDS = 4  # of the event loop, between two requests that begin
+MAX_AHEAD = 64  # requests that have begun in Serve's proxy and not in an ingress
 LONG_S = 0.01  # after which the next one begins with the next round, however few there were: the loop has much to do
 
 Headers = list[tuple[bytes, bytes]]
@@ -84,46 +91,78 @@ class FairTurns:
     for that. Here the loop begins one request, goes round a few times, which is what the beginning of a request takes,
     and begins the next one: the requests that wait are in queues by tenant. One round is enough where it takes long,
     because hundreds of requests are under way. Another loop begins anew.
+
+    Where another process takes what begins here, in the order in which it comes, a bound on what it has not begun yet
+    keeps the others in the queues here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_ahead: float = math.inf) -> None:
+        """`max_ahead`: requests that begin here before `passed` is called for one of them."""
+        self._max_ahead = max_ahead
+        self._ahead = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant first
         self._left = 0  # rounds until the next request may begin
         self._began = 0.0  # when the last one did, on the loop's clock
 
     async def take(self, tenant: Hashable) -> None:
-        """Returns when a request of a tenant may begin: immediately where none waits and the last one has begun."""
+        """Returns when a request of a tenant may begin: immediately where none waits and the last one has begun.
+
+        The caller calls `passed` once for each, if there is a bound.
+        """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            self._loop, self._left = loop, 0
+            self._loop, self._left, self._ahead = loop, 0, 0
             self._queues.clear()
-        if not self._left:
-            self._left, self._began = ROUNDS, loop.time()
-            loop.call_soon(self._go_round, loop)
+        if not self._left and self._ahead < self._max_ahead:
+            self._ahead += 1
+            self._wait_rounds(loop)
             return
         turn: asyncio.Future[None] = loop.create_future()
         self._queues.setdefault(tenant, deque()).append(turn)
-        await turn
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it had its turn
+                self.passed()
+            raise
+
+    @property
+    def many_ahead(self) -> bool:
+        """Whether half of what may be ahead is: those that begin now are worth a message when they pass."""
+        return self._ahead > self._max_ahead / 2
+
+    def passed(self) -> None:
+        """Notes that one that began here has begun in the next process, or will not."""
+        self._ahead -= 1
+        if not self._left and self._loop is not None and self._begin_next():
+            self._wait_rounds(self._loop)
+
+    def _wait_rounds(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Lets the loop go round before the next one begins."""
+        self._left, self._began = ROUNDS, loop.time()
+        loop.call_soon(self._go_round, loop)
 
     def _go_round(self, loop: asyncio.AbstractEventLoop) -> None:
         if loop is not self._loop:
             return
         now = loop.time()
         self._left = self._left - 1 if now - self._began < LONG_S else 0
-        if not self._left and self._begin_next():
-            self._left, self._began = ROUNDS, now
         if self._left:
             loop.call_soon(self._go_round, loop)
+        elif self._begin_next():
+            self._wait_rounds(loop)
 
     def _begin_next(self) -> bool:
-        """Gives the next tenant's first request its turn. Returns whether there is one whose client still waits."""
-        while self._queues:
+        """Gives the next tenant's first request its turn. Returns whether there is one that may begin, and whose client
+        still waits."""
+        while self._queues and self._ahead < self._max_ahead:
             tenant, queue = self._queues.popitem(last=False)
             turn = queue.popleft()
             if queue:
                 self._queues[tenant] = queue  # behind all others
             if not turn.done():  # else its client has left
+                self._ahead += 1
                 turn.set_result(None)
                 return True
         return False
@@ -141,7 +180,7 @@ class ProxyMiddleware:
         self._app = app
         self._added = [] if watched else [UNWATCHED]
         self._in_proxy = watched  # an application gives turns itself, once it knows the key, and trims its own heaps
-        self._turns = FairTurns()
+        self._turns = FairTurns(MAX_AHEAD)
         self._memory = TrimAfterLarge(collect=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -162,27 +201,43 @@ class ProxyMiddleware:
         if not self._in_proxy:
             await self._app(named, receive, send)
             return
+        if scope["path"].startswith(SERVES_OWN):
+            await self._app(named, receive, send)
+            return
         await self._turns.take(next((value for name, value in headers if name == b"authorization"), b""))
-        sent = _SizeWatch(send)
+        sent = _Passing(send, self._turns)
         try:
-            await self._app(named, receive, sent)
+            await self._app({**named, SCOPE_TELL: self._turns.many_ahead}, receive, sent)
         finally:
+            sent.passed()
             if max(_declared_bytes(headers), sent.largest) >= LARGE_BYTES:
                 self._memory.ended()
 
 
-class _SizeWatch:
-    """Passes an answer on, and keeps the bytes of its largest message."""
+class _Passing:
+    """Passes an answer on, keeps the bytes of its largest message, and says when the request has begun elsewhere."""
 
-    __slots__ = ("_send", "largest")
+    __slots__ = ("_send", "_turns", "largest")
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, turns: FairTurns) -> None:
         self._send = send
+        self._turns: FairTurns | None = turns  # until the request has passed
         self.largest = 0
 
     def __call__(self, message: Message) -> Awaitable[None]:
+        self.passed()
+        if message["type"] == BEGUN:
+            return _nothing()
         self.largest = max(self.largest, len(message.get("body", b"")))
         return self._send(message)
+
+    def passed(self) -> None:
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            turns.passed()
+
+
+async def _nothing() -> None: ...
 
 
 def _with_header(send: Send, name: bytes, value: bytes) -> Send:

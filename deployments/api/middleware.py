@@ -28,7 +28,7 @@ from deployments.config.settings import ApiSettings
 from deployments.errors import OPENAI_STATUSES, ApiError, Code
 from deployments.malloc import LARGE_BYTES, TrimAfterLarge
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.proxy_middleware import SCOPE_ID, FairTurns
+from deployments.proxy_middleware import BEGUN, SCOPE_ID, SCOPE_TELL, FairTurns
 from deployments.time_limit import TimeLimit
 
 log = logging.getLogger("assay.http")
@@ -170,6 +170,8 @@ class RequestMiddleware:
             await self._answer(scope, receive, send, context)
             return
         await self._turns.take(context.tenant)
+        if scope.get(SCOPE_TELL):
+            await send({"type": BEGUN})
         with self._access.rate_limiter.request(context.tenant):
             await self._with_body(scope, receive, send, context, length)
 

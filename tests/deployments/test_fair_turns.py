@@ -47,6 +47,50 @@ async def test_one_queue_for_all_would_be_seen(monkeypatch: pytest.MonkeyPatch) 
     assert found.index("light") == MANY
 
 
+async def begun_ahead(turns: FairTurns) -> list[str]:
+    """The first ten that begin among 20 of one tenant and, behind them, 3 of another: from the third on one begins
+    after another has passed."""
+    found = list[str]()
+
+    async def request(tenant: str) -> None:
+        await turns.take(tenant)
+        found.append(tenant)
+
+    tasks = [asyncio.create_task(request(tenant)) for tenant in ["heavy"] * 20 + ["light"] * 3]
+    while len(found) < 10:
+        before = len(found)
+        for _ in range(4 * ROUNDS):
+            await asyncio.sleep(0)
+        if len(found) == before:
+            turns.passed()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return found[:10]
+
+
+@pytest.mark.risk("R17")
+async def test_no_more_begin_than_may_be_ahead_of_the_next_process() -> None:
+    turns = FairTurns(2)
+    found = await begun_ahead(turns)
+    assert found == ["heavy", "heavy", "light", "heavy", "light", "heavy", "light", "heavy", "heavy", "heavy"]
+    turns.passed()
+    turns.passed()
+    await asyncio.wait_for(turns.take("another"), 1)  # those that were cancelled hold no place
+
+
+async def test_one_that_is_cancelled_as_its_turn_comes_holds_no_place() -> None:
+    turns = FairTurns(1)
+    await turns.take("a")
+    waiting = asyncio.create_task(turns.take("a"))
+    for _ in range(2 * ROUNDS):
+        await asyncio.sleep(0)
+    turns.passed()  # it is its turn, and it has not run yet
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await asyncio.wait_for(turns.take("b"), 1)
+
+
 @pytest.fixture
 def busy_thread() -> Iterator[None]:
     """A thread that computes in Python, as those do that read large requests and write large answers."""

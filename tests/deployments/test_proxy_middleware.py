@@ -18,7 +18,16 @@ from ray.serve._private.proxy import HTTPProxy
 from ray.serve._private.proxy_request_response import ASGIProxyRequest
 
 from deployments.cli.launch import ray_env
-from deployments.proxy_middleware import SCOPE_ID, ProxyMiddleware, middlewares, readable
+from deployments.proxy_middleware import (
+    BEGUN,
+    MAX_AHEAD,
+    ROUNDS,
+    SCOPE_ID,
+    SCOPE_TELL,
+    ProxyMiddleware,
+    middlewares,
+    readable,
+)
 from tests.deployments.auth.conftest import ask
 
 Headers = list[tuple[bytes, bytes]]
@@ -195,7 +204,7 @@ async def sent_by(messages: list[dict[str, Any]], version: str) -> list[dict[str
     async def keep(message: Any) -> None:
         found.append(message)
 
-    scope = {"type": "http", "headers": [], "http_version": version}
+    scope = {"type": "http", "path": "/", "headers": [], "http_version": version}
     await ProxyMiddleware(app)(scope, None, keep)  # type: ignore[arg-type]
     return found
 
@@ -221,8 +230,47 @@ async def test_serve_watches_clients_only_where_the_application_does_not(watched
         seen.append(scope["headers"])
 
     given_headers = [(b"x-request-disconnect-disabled", b"?1"), (b"host", b"a")]
-    await ProxyMiddleware(app, watched=watched)({"type": "http", "headers": given_headers}, None, None)  # type: ignore[arg-type]
+    scope = {"type": "http", "path": "/", "headers": given_headers}
+    await ProxyMiddleware(app, watched=watched)(scope, None, None)  # type: ignore[arg-type]
     assert parse_disconnect_disabled_header(dict(seen[0])) is not watched
+
+
+async def test_what_an_ingress_has_not_begun_holds_others_and_no_path_of_serves_own() -> None:
+    """Where half of what may be ahead is, an ingress is asked to say when it begins, and what it says stays here."""
+    asked: list[bool] = []
+    sent: list[Any] = []
+    over, told = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/":
+            asked.append(scope[SCOPE_TELL])
+            await told.wait()
+            if scope[SCOPE_TELL]:
+                await send({"type": BEGUN})
+            await over.wait()
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body"})
+
+    async def keep(message: Any) -> None:
+        sent.append(message["type"])
+
+    proxy: Any = ProxyMiddleware(app)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(2 * MAX_AHEAD):
+            group.create_task(proxy({"type": "http", "path": "/", "headers": []}, None, keep))
+        while len(asked) < MAX_AHEAD:
+            await asyncio.sleep(0)
+        for _ in range(4 * ROUNDS):
+            await asyncio.sleep(0)
+        assert asked == [False] * (MAX_AHEAD // 2) + [True] * (MAX_AHEAD // 2)
+        await proxy({"type": "http", "path": "/-/healthz", "headers": []}, None, keep)
+        assert sent == ["http.response.start", "http.response.body"]
+        told.set()
+        while len(asked) < 2 * MAX_AHEAD:
+            await asyncio.sleep(0)
+        assert len(sent) == 2 and all(asked[MAX_AHEAD:])
+        over.set()
+    assert sent.count("http.response.body") == 2 * MAX_AHEAD + 1 and BEGUN not in sent
 
 
 def test_outside_of_an_ingress_serve_watches() -> None:

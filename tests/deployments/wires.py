@@ -20,8 +20,9 @@ class Wire:
         body: bytes,
         headers: list[tuple[bytes, bytes]] | None = None,
         more: bool = False,
+        **in_scope: Any,
     ) -> None:
-        """`more`: more of the body follows."""
+        """`more`: more of the body follows. `in_scope`: what Serve's proxy has put there."""
         self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.feed(body, more)
         self.sent: list[dict[str, Any]] = []
@@ -42,6 +43,7 @@ class Wire:
             "headers": headers if headers is not None else [(b"content-type", b"application/json")],
             "client": ("127.0.0.1", 1),
             "server": ("api", 80),
+            **in_scope,
         }
         self.task = asyncio.ensure_future(app(scope, self._inbox.get, self._send))
 

@@ -12,6 +12,7 @@ from deployments.api.app import build_api
 from deployments.config.settings import ApiSettings
 from deployments.limits import Limits, WireLimits
 from deployments.observability.ingress_metrics import IngressMetrics, Phase
+from deployments.proxy_middleware import BEGUN, SCOPE_TELL
 from tests.support.toy_model import ByteTokenizer
 
 JSON = (b"content-type", b"application/json")
@@ -137,6 +138,16 @@ async def test_every_answer_has_our_id_and_never_rays(client: Any) -> None:
         assert "x-request-id" not in found.headers
         if "error" in found.json():
             assert found.json()["request_id"] == found.headers["x-assay-request-id"]
+
+
+async def test_a_proxy_that_asks_is_told_when_a_request_begins(wire: Callable[..., Any]) -> None:
+    request = wire("/v1/completions", {"prompt": "a", "max_tokens": 1}, **{SCOPE_TELL: True})
+    await request.task
+    assert [message["type"] for message in request.sent[:2]] == [BEGUN, "http.response.start"]
+    for in_scope in ({}, {SCOPE_TELL: False}):
+        request = wire("/v1/completions", {"prompt": "a", "max_tokens": 1}, **in_scope)
+        await request.task
+        assert request.sent[0]["type"] == "http.response.start"
 
 
 async def test_a_request_that_fails_several_ways_reports_the_first(wire: Callable[..., Any]) -> None:
