@@ -49,6 +49,7 @@ SERVES_OWN = "/-/"  # paths that its proxy answers itself
 
 ROUNDS = 4  # of the event loop, between two requests that begin
 MAX_AHEAD = 64  # requests that have begun in Serve's proxy and not in an ingress
+MAX_AHEAD_S = 1.0  # after which one holds back no others: an ingress may be frozen, and other applications tell nothing
 LONG_S = 0.01  # after which the next one begins with the next round, however few there were: the loop has much to do
 
 Headers = list[tuple[bytes, bytes]]
@@ -198,17 +199,17 @@ class ProxyMiddleware:
         if client_id is not None:
             send = _with_header(send, CLIENT_ID, client_id)
         named = {**scope, "headers": headers, SCOPE_ID: request_id}
-        if not self._in_proxy:
-            await self._app(named, receive, send)
-            return
-        if scope["path"].startswith(SERVES_OWN):
+        if not self._in_proxy or scope["path"].startswith(SERVES_OWN):
             await self._app(named, receive, send)
             return
         await self._turns.take(next((value for name, value in headers if name == b"authorization"), b""))
+        named[SCOPE_TELL] = self._turns.many_ahead
         sent = _Passing(send, self._turns)
+        late = asyncio.get_running_loop().call_later(MAX_AHEAD_S, sent.passed)
         try:
-            await self._app({**named, SCOPE_TELL: self._turns.many_ahead}, receive, sent)
+            await self._app(named, receive, sent)
         finally:
+            late.cancel()
             sent.passed()
             if max(_declared_bytes(headers), sent.largest) >= LARGE_BYTES:
                 self._memory.ended()

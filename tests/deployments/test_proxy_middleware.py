@@ -17,6 +17,7 @@ from ray.serve._private.http_util import (
 from ray.serve._private.proxy import HTTPProxy
 from ray.serve._private.proxy_request_response import ASGIProxyRequest
 
+from deployments import proxy_middleware
 from deployments.cli.launch import ray_env
 from deployments.proxy_middleware import (
     BEGUN,
@@ -271,6 +272,27 @@ async def test_what_an_ingress_has_not_begun_holds_others_and_no_path_of_serves_
         assert len(sent) == 2 and all(asked[MAX_AHEAD:])
         over.set()
     assert sent.count("http.response.body") == 2 * MAX_AHEAD + 1 and BEGUN not in sent
+
+
+async def test_what_no_application_begins_holds_others_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_middleware, "MAX_AHEAD_S", 0.01)
+    begun = asyncio.Semaphore(0)
+
+    async def frozen(scope: Any, receive: Any, send: Any) -> None:
+        begun.release()
+        await asyncio.Event().wait()
+
+    proxy: Any = ProxyMiddleware(frozen)
+    tasks = [
+        asyncio.create_task(proxy({"type": "http", "path": "/", "headers": []}, None, None))
+        for _ in range(2 * MAX_AHEAD)
+    ]
+    async with asyncio.timeout(20):
+        for _ in tasks:
+            await begun.acquire()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def test_outside_of_an_ingress_serve_watches() -> None:
