@@ -47,10 +47,9 @@ async def test_one_queue_for_all_would_be_seen(monkeypatch: pytest.MonkeyPatch) 
     assert found.index("light") == MANY
 
 
-async def begun_ahead(turns: FairTurns) -> list[str]:
-    """The first ten that begin among 20 of one tenant and, behind them, 3 of another: from the third on one begins
-    after another has passed."""
-    found = list[str]()
+async def begun_ahead(turns: FairTurns) -> tuple[list[str], int]:
+    """The first ten that begin among 20 of one tenant and, behind them, 3 of another, and how many had to pass."""
+    found, passes = list[str](), 0
 
     async def request(tenant: str) -> None:
         await turns.take(tenant)
@@ -63,20 +62,28 @@ async def begun_ahead(turns: FairTurns) -> list[str]:
             await asyncio.sleep(0)
         if len(found) == before:
             turns.passed()
+            passes += 1
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    return found[:10]
+    return found[:10], passes
 
 
 @pytest.mark.risk("R17")
 async def test_no_more_begin_than_may_be_ahead_of_the_next_process() -> None:
     turns = FairTurns(2)
-    found = await begun_ahead(turns)
+    found, passes = await begun_ahead(turns)
+    assert passes == 8
     assert found == ["heavy", "heavy", "light", "heavy", "light", "heavy", "light", "heavy", "heavy", "heavy"]
     turns.passed()
     turns.passed()
     await asyncio.wait_for(turns.take("another"), 1)  # those that were cancelled hold no place
+
+
+@pytest.mark.risk("R17", planted=True)
+async def test_without_a_bound_all_would_be_seen_to_begin() -> None:
+    _, passes = await begun_ahead(FairTurns())
+    assert passes == 0
 
 
 async def test_one_that_is_cancelled_as_its_turn_comes_holds_no_place() -> None:

@@ -236,8 +236,11 @@ async def test_serve_watches_clients_only_where_the_application_does_not(watched
     assert parse_disconnect_disabled_header(dict(seen[0])) is not watched
 
 
-async def test_what_an_ingress_has_not_begun_holds_others_and_no_path_of_serves_own() -> None:
+async def test_what_an_ingress_has_not_begun_holds_others_and_no_path_of_serves_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where half of what may be ahead is, an ingress is asked to say when it begins, and what it says stays here."""
+    monkeypatch.setattr(proxy_middleware, "MAX_AHEAD_S", 60.0)
     asked: list[bool] = []
     sent: list[Any] = []
     over, told = asyncio.Event(), asyncio.Event()
