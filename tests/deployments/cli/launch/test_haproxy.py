@@ -276,7 +276,9 @@ def _end_second(folder: Path) -> None:
     found = json.loads((folder / "second.json").read_text())
     for name in ("supervisor", "process"):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(found[name], signal.SIGKILL)
+            watched = os.pidfd_open(found[name])
+            signal.pidfd_send_signal(watched, signal.SIGKILL)
+            _ended(watched)
 
 
 def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -361,6 +363,7 @@ def after_the_death(folder: Path, connections: int, **other: str) -> tuple[bytes
     """What a client is sent where the only ingress that HAProxy knows has died, and how often its request was lost."""
     kept, backup = Kept(connections), Dying(GOOD)
     with proxied(folder, kept.port, backup.port, backup=True, **other) as (port, _), contextlib.ExitStack() as clients:
+        _end_second(folder)  # it would take a part of the connections
         asking = [
             clients.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(connections)
         ]
