@@ -17,7 +17,6 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
-from ray.util import get_node_ip_address
 
 from deployments.api.app import build_api
 from deployments.auth.authenticator import Authenticator, refuse_open
@@ -31,10 +30,10 @@ from deployments.malloc import give_back_memory
 from deployments.observability.exposition import Snapshot, snapshot
 from deployments.observability.ingress_metrics import IngressMetrics, LoopLagMonitor
 from deployments.observability.scrape import MetricsScraper
+from deployments.observability.serve_log import log_with_serve
+from deployments.observability.versions import package_versions
 from deployments.protocol import ReplicaTransport
 from deployments.quarantine import Quarantine
-from deployments.replica.replica import ReplicaServer, package_versions
-from deployments.replica.weights_registry import WeightsPeers
 from deployments.routing.dispatcher import Dispatcher
 from deployments.routing.drain import DrainWatcher, names_of
 from deployments.routing.frozen_replica_watch import FrozenReplicaWatch
@@ -44,8 +43,8 @@ from deployments.routing.link_transport import LinkTransport
 from deployments.routing.load_tracker import load_tracker_of
 from deployments.routing.quarantine_broadcast import QuarantineBroadcast
 from deployments.start_failure import StartFailure, failure_of
-from engine.model.checkpoint import find_folder
 from engine.model.file_digests import verify_files
+from engine.model.model_folder import find_folder
 from engine.tokenizer.tokenizer import load_tokenizer
 
 INGRESS_ONGOING_FACTOR = 2  # times the connection limit, so that a request is refused and does not wait in Ray's queue
@@ -53,42 +52,13 @@ REPLICA_ONGOING = 1024
 MAX_QUEUED = 2048  # of a caller's queue: reached only if the connection limit and ingress admission both fail
 FIRST_PASS_S = 10.0  # an ingress that starts together with its replicas then says that they are starting
 PACKAGES = ("ray", "fastapi", "pydantic", "transformers")
+REPLICA = "deployments.replica.deployment.Replica"  # Serve imports it where a replica runs, and nowhere else
 ROUTER = "deployments.routing.replica_selection.TokenRouter"
 SCALING_POLICY = "deployments.autoscaling:TokenPolicy"
 SWITCH_S = 5e-4  # until an event loop that wakes has the interpreter beside a thread that computes: 5 ms by default
 FULL = BackpressureConfig(status_code=429, retry_after_s=1)
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 log = logging.getLogger("assay.http")
-LOGGERS = ("assay", "engine", "gpu_sampler")
-
-
-def log_with_serve() -> None:
-    """Sends what our own loggers are given to the log of this process, in the form that `logging_config` names.
-
-    Python gives them to no file, drops their INFO, and writes the rest to the standard error.
-    """
-    for name in LOGGERS:
-        ours = logging.getLogger(name)
-        ours.parent = logging.getLogger("ray.serve")
-        ours.setLevel(logging.NOTSET)  # forgets what each logger has found of its former parents' levels
-
-
-class Replica(ReplicaServer):
-    """Runs a `ReplicaServer` as a Serve deployment."""
-
-    async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc]  # Serve awaits constructors
-        log_with_serve()
-        context = serve.get_replica_context()
-        replica = context.replica_id.unique_id
-        peers = WeightsPeers(context.app_name, replica) if _has_peers(args) else None
-        super().__init__(args, replica, context.deployment, host=get_node_ip_address(), peers=peers)
-        await self.start()
-
-    async def __del__(self) -> None:
-        if hasattr(self, "engine"):
-            await self.drain(self._args.drain.handoff_s)
-            await self.leave()
-            self.stop()
 
 
 @serve.ingress()
@@ -178,7 +148,7 @@ def build(args: AppArgs) -> Application:
     """Builds the application, and derives what its deployments must agree on."""
     ingress, replica = args.ingress, args.replica
     replicas = serve.deployment(
-        Replica,
+        name="Replica",
         **_replicas(args),
         ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
         max_ongoing_requests=REPLICA_ONGOING,
@@ -188,7 +158,7 @@ def build(args: AppArgs) -> Application:
         graceful_shutdown_timeout_s=args.drain.handoff_s + args.drain.grace_s,
         health_check_period_s=args.health.check_period_s,
         health_check_timeout_s=args.health.check_timeout_s,
-    ).bind(args)
+    )(REPLICA).bind(args)
     return serve.deployment(
         Ingress,
         num_replicas=ingress.count,
@@ -217,11 +187,6 @@ def _replicas(args: AppArgs) -> dict[str, Any]:
         policy=AutoscalingPolicy(policy_function=SCALING_POLICY, policy_kwargs=targets),
     )
     return {"autoscaling_config": config}
-
-
-def _has_peers(args: AppArgs) -> bool:
-    """Returns whether the application may have more than one replica at a time."""
-    return args.replica.count > 1 or args.autoscaling.max_replicas is not None
 
 
 async def _start_failure(application: str) -> StartFailure | None:

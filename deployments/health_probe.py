@@ -3,11 +3,10 @@ fixed row for a pooling head."""
 
 import asyncio
 import time
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from engine.engine import Engine
 from engine.requests import (
     EngineError,
     ErrorCode,
@@ -19,6 +18,9 @@ from engine.requests import (
     ScoreRequest,
 )
 from gpu_sampler.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
 
 PRIORITY = -(2**31)  # before all requests of clients
 CanaryFailure = Literal["timeout", "mismatch", "error"]
@@ -35,7 +37,7 @@ class CanaryReply(NamedTuple):
 class Canary:
     """Compares the canary's answer with the one at start-up."""
 
-    def __init__(self, engine: Engine, tolerance_nats: float) -> None:
+    def __init__(self, engine: "Engine", tolerance_nats: float) -> None:
         self._engine = engine
         self._tolerance = tolerance_nats
         self._first: Float32s | None = None

@@ -115,7 +115,7 @@ def library() -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from engine.model.checkpoint import BUILTIN
+    from engine.model.model_folder import BUILTIN
 
     return AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32).eval()
 

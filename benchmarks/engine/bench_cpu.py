@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3F
 from benchmarks.support.report import Row, publish
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model.checkpoint import BUILTIN
 from engine.model.hf_model import HFModel
+from engine.model.model_folder import BUILTIN
 from engine.requests import GenerateRequest, Int32s, ScoreRequest
 from engine.utils.cpu import run_apart
 from gpu_sampler.sampling_params import SamplingParams

@@ -43,7 +43,7 @@ from benchmarks.support.report import Row, table, write
 from deployments.cli.launch import haproxy, system_info
 from deployments.config.sections import ModelArgs
 from engine.attention.flashinfer_backend import HEAD_DIMS
-from engine.model.checkpoint import find_folder
+from engine.model.model_folder import find_folder
 
 CUT_OFF = 3
 WARM_LIMIT_S = 240.0

@@ -25,8 +25,9 @@ from benchmarks.support import workloads
 from benchmarks.support.report import Row, publish
 from engine.batch.input_batch import ScheduledSequence, StepKind
 from engine.config import EngineConfig, ModelConfig
-from engine.model.checkpoint import choose_device, find_folder, read_config, read_model
+from engine.model.checkpoint import choose_device, read_config, read_model
 from engine.model.hf_model import HFModel
+from engine.model.model_folder import find_folder
 from engine.requests import Int32s
 from engine.tokenizer.tokenizer import load_tokenizer
 from tools.builtin_model import grammar

@@ -30,6 +30,7 @@ SLOTS = 1 << 18
 
 
 AppArgs: Any = first_of("deployments.config:AppArgs", "deployments.config.app_args:AppArgs")
+Replica: Any = first_of("deployments.app:Replica", "deployments.replica.deployment:Replica")
 Engine: Any = first_of("engine.loop:Engine", "engine.engine:Engine")
 ToyModel: Any = first_of(
     "engine.builtin.toy:ToyModel", "engine.testing.toy_model:ToyModel", "tests.support.toy_model:ToyModel"
@@ -119,7 +120,7 @@ class _Fetched:
         return self._output
 
 
-class ClockReplica(app.Replica):
+class ClockReplica(Replica):  # type: ignore[misc]  # of either place
     """Runs the service's replica with an engine on a clock."""
 
     def _make_engine(self, model: Any) -> Any:
@@ -135,5 +136,5 @@ class ClockReplica(app.Replica):
 
 def build(args: AppArgs) -> Application:
     """Builds the service's own application, whose replicas run on a clock."""
-    with mock.patch.object(app, "Replica", ClockReplica):
+    with mock.patch.object(app, "Replica" if hasattr(app, "Replica") else "REPLICA", ClockReplica):
         return app.build(args)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.metadata
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -17,6 +16,7 @@ from deployments.link.handshake import LinkAddress
 from deployments.link.server import LinkServer
 from deployments.observability.exposition import Snapshot, snapshot
 from deployments.observability.replica_metrics import ReplicaMetrics
+from deployments.observability.versions import package_versions
 from deployments.protocol import (
     FAULT,
     MAX_MICRO_BATCH,
@@ -500,15 +500,6 @@ class _StreamedCall:
         for work in self.works:
             work.cancel()
         self._lease.release()
-
-
-def package_versions(packages: Sequence[str]) -> dict[str, str]:
-    """Returns the versions of the packages that are installed, ours first."""
-    found = {}
-    for package in ("assay-serve", *packages):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package.removesuffix("-serve").removesuffix("-python")] = importlib.metadata.version(package)
-    return found
 
 
 def _likelihood_reply(found: LikelihoodResult) -> LikelihoodReply:

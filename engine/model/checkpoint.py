@@ -3,7 +3,6 @@
 import importlib
 import logging
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from engine.builtin import BUILTIN_FOLDERS
 from engine.config import ModelConfig
 from engine.model.architectures import (
     architectures_of,
@@ -26,15 +24,12 @@ from engine.model.architectures import (
     is_encoder,
 )
 from engine.model.checkpoint_audit import (
-    BadCheckpoint,
     CheckpointAudit,
     audit_folder,
     audit_weights,
     check_loading_info,
     explain_other_weights,
-    one_line,
     read_headers,
-    read_json,
 )
 from engine.model.compatibility import UnsupportedModel, check_config
 from engine.model.encoder.families import longest_row
@@ -43,43 +38,12 @@ from engine.model.heads.declared_head import check_declared_head
 from engine.model.heads.embedding_files import dense_layers, has_pooling, read_embedding
 from engine.model.heads.head_declaration import read_declaration
 from engine.model.heads.info import HeadKind
+from engine.model.model_folder import BadCheckpoint, ModelNotFound, one_line, read_json
 from engine.model.packing_check import REFERENCE
 
 log = logging.getLogger(__name__)
-BUILTIN = BUILTIN_FOLDERS["builtin"]
-REVISION = re.compile(r"[0-9a-f]{40}")
 RANDOM_SEED = 0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class ModelNotFound(ValueError):
-    """`model.path` or `model.revision` names nothing that can be read."""
-
-
-def find_folder(model: ModelConfig) -> Path:
-    """Returns the folder of the model's files. It downloads nothing.
-
-    Raises:
-        ModelNotFound: There is no such folder.
-    """
-    if (builtin := BUILTIN_FOLDERS.get(str(model.path))) is not None:
-        return builtin
-    folder = Path(model.path)
-    if folder.is_dir():
-        return folder
-    if model.revision is None or not REVISION.fullmatch(model.revision):
-        raise ModelNotFound(
-            "`model.path` must be a folder, or a repository id with `model.revision` of 40 hexadecimal digits. "
-            f"Given: {model.path}, revision {model.revision}."
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(model.path), revision=model.revision, local_files_only=True))
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(
-            f"`model.path` must be in the local cache at `model.revision`. Given: {model.path}, {model.revision}."
-        ) from error
 
 
 def choose_device(name: str) -> torch.device:

@@ -29,13 +29,12 @@ from transformers.utils import logging as transformers_logging
 from engine.model.architectures import NO_TENSOR, ArchitectureKind, architectures_of, find_kind
 from engine.model.compatibility import UnsupportedModel
 from engine.model.heads.info import HeadKind
+from engine.model.model_folder import LFS_POINTER, BadCheckpoint, read_json, refuse_pointer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 META = torch.device("meta")
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-MAX_ERROR = 300  # characters of another library's message
 MAX_NAMED = 3  # tensors in a message
 MODULES_OF_SCORES = ("Transformer", "LogitScore")  # of sentence-transformers: the model itself, and a reader of logits
 
@@ -48,10 +47,6 @@ UNUSED_TENSORS = (
     (r"(^|\.)(visual|vision_tower|vision_model|vision_encoder|image_newline|multi_modal_projector)(\.|$)", "images"),
     (r"(^|\.)(audio_tower|audio_model|embed_audio|embed_vision)(\.|$)", "sound and images"),
 )
-
-
-class BadCheckpoint(ValueError):
-    """The files of a model are damaged, incomplete, or those of another model."""
 
 
 class TensorHeader(NamedTuple):
@@ -70,30 +65,6 @@ class CheckpointAudit(NamedTuple):
 
 
 # Files
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        BadCheckpoint: The file is no JSON object; names the file, the line and the column.
-    """
-    text = file.read_bytes()
-    _refuse_pointer(file, text)
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BadCheckpoint(f"{file} must be JSON: {error.msg}, line {error.lineno}, column {error.colno}.") from None
-    except UnicodeDecodeError as error:
-        raise BadCheckpoint(f"{file} must be JSON in UTF-8: {error.reason} at byte {error.start}.") from None
-    if not isinstance(found, dict):
-        raise BadCheckpoint(f"{file} must be a JSON object. Given: {type(found).__name__}.")
-    return found
-
-
-def one_line(error: Exception) -> str:
-    """Returns another library's message in one line of at most MAX_ERROR characters."""
-    return " ".join(str(error).split())[:MAX_ERROR].rstrip(".:") or type(error).__name__
 
 
 def read_headers(folder: Path, config: Any = None) -> dict[str, TensorHeader]:
@@ -150,7 +121,7 @@ def _shards(folder: Path, named: str | None) -> tuple[list[Path], dict[str, str]
 def file_headers(file: Path) -> dict[str, TensorHeader]:
     """Reads the header of one safetensors file. Raises BadCheckpoint for one that is damaged or a pointer."""
     with file.open("rb") as start:
-        _refuse_pointer(file, start.read(len(LFS_POINTER)))
+        refuse_pointer(file, start.read(len(LFS_POINTER)))
     try:
         with safe_open(file, "pt") as opened:
             names = opened.keys()
@@ -162,11 +133,6 @@ def file_headers(file: Path) -> dict[str, TensorHeader]:
         raise BadCheckpoint(
             f"{file} is damaged or cut off ({file.stat().st_size} bytes; {str(error).rstrip('.')}). {DOWNLOAD}"
         ) from None
-
-
-def _refuse_pointer(file: Path, start: bytes) -> None:
-    if start.startswith(LFS_POINTER):
-        raise BadCheckpoint(f"{file} is a git-lfs pointer and not the file itself: run `git lfs pull` in its folder.")
 
 
 # The folder's kind

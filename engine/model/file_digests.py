@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.model.checkpoint_audit import BadCheckpoint, read_json
+from engine.model.model_folder import BadCheckpoint, read_json
 
 RECORD = "assay-digests.json"
 WEIGHTS = ".safetensors"

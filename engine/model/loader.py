@@ -8,10 +8,8 @@ from tokenizers import Tokenizer
 from engine.config import EngineConfig, ModelConfig
 from engine.model.architectures import find_kind, is_encoder
 from engine.model.checkpoint import (
-    BUILTIN,
     audit_files,
     choose_device,
-    find_folder,
     longest_sequence,
     model_length,
     read_config,
@@ -25,6 +23,7 @@ from engine.model.heads.info import HeadKind
 from engine.model.heads.make_head import make_head
 from engine.model.hf_model import HFModel, allocate_kv_storage
 from engine.model.interface import CausalLM
+from engine.model.model_folder import BUILTIN, find_folder
 from gpu_sampler.startup_progress import StartupProgress, silent, timed
 
 BUILTIN_DRAFT = BUILTIN.parent / "draft"

@@ -10,9 +10,10 @@ from torch import nn
 from engine.attention.interface import NO_SOFTCAP, attach
 from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind, StepSequences, pack
 from engine.kv_cache.storage import KVStorage
-from engine.model.checkpoint_audit import DOWNLOAD, BadCheckpoint
+from engine.model.checkpoint_audit import DOWNLOAD
 from engine.model.compatibility import PROBE_TOKENS, LayerCall, ProbedModel, UnsupportedModel, attention_of
 from engine.model.lm_head import HeadSpec, full_rows, hidden_rows, output_rows
+from engine.model.model_folder import BadCheckpoint
 from engine.requests import Int32s
 
 REFERENCE = "eager"  # the only attention of transformers that keeps soft caps and sinks

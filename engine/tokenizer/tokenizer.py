@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.builtin import BUILTIN_FOLDERS
-from engine.model.checkpoint_audit import one_line, read_json
+from engine.model.model_folder import one_line, read_json
 from engine.tokenizer.control_tokens import ControlTokens, controls_of, renamed
 from engine.tokenizer.detokenizer import REPLACEMENT, IncrementalDecoder
 

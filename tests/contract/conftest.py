@@ -22,7 +22,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.model.checkpoint import BUILTIN
+from engine.model.model_folder import BUILTIN
 from tests.served import served
 
 HERE = Path(__file__).parent

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.model.checkpoint import BUILTIN
+from engine.model.model_folder import BUILTIN
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(1200)]
 

@@ -1,6 +1,8 @@
 """build: what must agree between the deployments does, and Ray hands the builder validated arguments."""
 
 import logging
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
@@ -8,8 +10,9 @@ import pytest
 from pydantic import ValidationError
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
-from deployments.app import LOGGERS, build, log_with_serve
+from deployments.app import REPLICA, build
 from deployments.config.app_args import AppArgs
+from deployments.observability.serve_log import LOGGERS, log_with_serve
 
 
 def deployments_of(args: dict[str, Any]) -> tuple[Any, Any]:
@@ -79,3 +82,15 @@ def test_what_our_loggers_say_is_in_serves_log(monkeypatch: pytest.MonkeyPatch, 
     for name in names:
         real(name).info("said")
     assert heard == list(names)
+
+
+def test_only_a_replicas_process_imports_torch() -> None:
+    """What builds an application, Serve's controller and the check of a config would else each take seconds longer."""
+    script = "import sys, {module}; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    found = {
+        module: subprocess.run(
+            [sys.executable, "-c", script.format(module=module)], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for module in ("deployments.app", REPLICA.rpartition(".")[0])
+    }
+    assert list(found.values()) == ["[]", "['torch', 'transformers']"], found

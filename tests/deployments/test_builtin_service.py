@@ -14,7 +14,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
-from engine.model.checkpoint import BUILTIN
+from engine.model.model_folder import BUILTIN
 from engine.tokenizer.tokenizer import Tokenizer
 from tools.builtin_model import evaluate, grammar, vocabulary
 

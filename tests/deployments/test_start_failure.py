@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from deployments.start_failure import StartFailure, failure_of, parse
-from engine.model.checkpoint import BUILTIN
+from engine.model.model_folder import BUILTIN
 from tests.support.model_folders import LFS_POINTER
 
 PATIENCE_S = 120.0

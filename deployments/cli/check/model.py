@@ -13,20 +13,12 @@ from deployments.cli.check.findings import Finding, error, under, warning
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import SamplingDefaults
 from engine.model.architectures import architectures_of, is_encoder
-from engine.model.checkpoint import (
-    ModelNotFound,
-    audit_files,
-    choose_device,
-    faults_allowed,
-    find_folder,
-    model_length,
-    read_config,
-    weights_dtype,
-)
-from engine.model.checkpoint_audit import BadCheckpoint, CheckpointAudit
+from engine.model.checkpoint import audit_files, choose_device, faults_allowed, model_length, read_config, weights_dtype
+from engine.model.checkpoint_audit import CheckpointAudit
 from engine.model.compatibility import UnsupportedModel
 from engine.model.file_digests import verify_files
 from engine.model.loader import UnsupportedDraft, check_pair
+from engine.model.model_folder import BadCheckpoint, ModelNotFound, find_folder
 from engine.tokenizer.tokenizer import load_tokenizer
 from scoring.prompts.templates import compile_templates
 

@@ -13,11 +13,12 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from engine.model.architectures import is_encoder
-from engine.model.checkpoint_audit import FLOATS, BadCheckpoint, TensorHeader, file_headers
+from engine.model.checkpoint_audit import FLOATS, TensorHeader, file_headers
 from engine.model.heads.head_declaration import BadDeclaration, HeadDeclaration
 from engine.model.heads.info import HeadInfo, HeadKind
 from engine.model.heads.pooling_head import PoolingHead
 from engine.model.heads.row_pooling import Pooling
+from engine.model.model_folder import BadCheckpoint
 
 
 class Temperature(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 from engine.config import ModelConfig
 from engine.model.architectures import PROCESS_REWARD, architectures_of, declaration_of, find_kind, is_encoder
-from engine.model.checkpoint_audit import DOWNLOAD, BadCheckpoint, TensorHeader
+from engine.model.checkpoint_audit import DOWNLOAD, TensorHeader
 from engine.model.encoder.families import family_of, head_pooling
 from engine.model.heads.declared_head import make_declared_head
 from engine.model.heads.embedding_files import dense_layers, read_embedding
@@ -16,6 +16,7 @@ from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
 from engine.model.heads.pooling_head import PoolingHead, PoolingModel
 from engine.model.heads.row_pooling import Pooling
 from engine.model.heads.sequence import label_names, problem_type, stored_head
+from engine.model.model_folder import BadCheckpoint
 
 STEP_TAG = "<extra_0>"  # ends a step in the layout of Qwen2ForProcessRewardModel
 

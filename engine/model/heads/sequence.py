@@ -7,9 +7,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from engine.model.checkpoint_audit import BadCheckpoint, TensorHeader
+from engine.model.checkpoint_audit import TensorHeader
 from engine.model.compatibility import UnsupportedModel
 from engine.model.heads.info import ProblemType
+from engine.model.model_folder import BadCheckpoint
 
 PROBLEM_TYPES: tuple[ProblemType, ...] = (
     "regression",

@@ -21,7 +21,7 @@ from deployments.config.app_args import AppArgs
 from deployments.config.sections import DecisionArgs
 from deployments.config.settings import ApiSettings, SamplingDefaults
 from deployments.limits import Limits
-from engine.model.checkpoint import BUILTIN
+from engine.model.model_folder import BUILTIN
 from engine.requests import ScoreRequest
 from engine.tokenizer.tokenizer import Tokenizer
 from scoring.prompts.chat_template import ChatTemplate

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import SamplingDefaults
-from engine.model.checkpoint import BUILTIN
+from engine.model.model_folder import BUILTIN
 from engine.requests import ScoreRequest
 from engine.tokenizer.tokenizer import load_tokenizer
 from scoring.prompts.templates import compile_templates

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.model.checkpoint import BUILTIN
+from engine.model.model_folder import BUILTIN
 
 QUERY = "Query: red chair\nDocument: "
 ITEMS = ["A pine chair, sturdy and red.\nRelevant:", "A pine lamp, sturdy and blue.\nRelevant:", " chair", "x"]

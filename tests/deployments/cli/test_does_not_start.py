@@ -15,8 +15,8 @@ from transformers import AutoModel, BertConfig
 
 from deployments.cli.launch import local_serve, ray_env
 from engine.config import EngineConfig, ModelConfig
-from engine.model.checkpoint import BUILTIN
 from engine.model.loader import load_model
+from engine.model.model_folder import BUILTIN
 from tests.support import model_folders
 
 PAGE = Path(__file__).parents[3] / "docs" / "guides" / "does-not-start.md"

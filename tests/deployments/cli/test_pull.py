@@ -16,9 +16,9 @@ import pytest
 from deployments.cli.check import model as check_model
 from deployments.config.app_args import AppArgs
 from engine.config import EngineConfig, ModelConfig
-from engine.model.checkpoint_audit import BadCheckpoint
 from engine.model.file_digests import RECORD, is_read, verify_files
 from engine.model.loader import load_model
+from engine.model.model_folder import BadCheckpoint
 from tests.support import model_folders as folders
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
-from engine.model.checkpoint import BUILTIN
 from engine.model.loader import load_model
+from engine.model.model_folder import BUILTIN
 from engine.model_runner import make_sampler
 from engine.requests import GenerateRequest, Int32s
 from engine.tokenizer.tokenizer import load_tokenizer

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.metrics import EngineStats
-from engine.model.checkpoint import BUILTIN
 from engine.model.compatibility import UnsupportedModel
 from engine.model.loader import BUILTIN_DRAFT, UnsupportedDraft, load_models
+from engine.model.model_folder import BUILTIN
 from engine.requests import GenerateChunk, GenerateRequest
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_state import DraftState

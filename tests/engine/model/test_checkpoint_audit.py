@@ -15,18 +15,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from engine.config import EngineConfig, ModelConfig
 from engine.model import checkpoint
-from engine.model.checkpoint import ModelNotFound, read_config, read_model
-from engine.model.checkpoint_audit import (
-    BadCheckpoint,
-    TensorHeader,
-    audit_weights,
-    check_loading_info,
-    compare,
-    read_headers,
-)
+from engine.model.checkpoint import read_config, read_model
+from engine.model.checkpoint_audit import TensorHeader, audit_weights, check_loading_info, compare, read_headers
 from engine.model.compatibility import UnsupportedModel
 from engine.model.encoder.families import FAMILIES as ENCODER_FAMILIES
 from engine.model.loader import load_model
+from engine.model.model_folder import BadCheckpoint, ModelNotFound
 from tests.engine.model.conftest import CONFIGS
 from tests.support import head_models
 from tests.support import model_folders as folders

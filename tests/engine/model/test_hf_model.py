@@ -12,10 +12,10 @@ import torch
 
 from engine.batch.input_batch import StepKind
 from engine.config import EngineConfig, ModelConfig
-from engine.model.checkpoint import ModelNotFound
 from engine.model.compatibility import UnsupportedModel
 from engine.model.hf_model import HFModel
 from engine.model.loader import load_model
+from engine.model.model_folder import ModelNotFound
 from gpu_sampler.sampling_params import SamplingParams
 from tests.engine.model.conftest import SIX
 

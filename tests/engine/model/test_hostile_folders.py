@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from engine.config import ModelConfig
-from engine.model.checkpoint import BUILTIN, ModelNotFound, read_config, read_model
+from engine.model.checkpoint import read_config, read_model
 from engine.model.compatibility import UnsupportedModel
+from engine.model.model_folder import BUILTIN, ModelNotFound
 from engine.tokenizer.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")

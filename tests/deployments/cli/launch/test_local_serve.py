@@ -23,7 +23,7 @@ from ray.serve.schema import (
 
 from deployments.cli.launch import local_serve, ray_env
 from deployments.limits import WireLimits
-from engine.model.checkpoint import BUILTIN
+from engine.model.model_folder import BUILTIN
 from tests.support import model_folders
 
 

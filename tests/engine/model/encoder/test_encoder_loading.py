@@ -9,11 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from engine.config import ModelConfig
-from engine.model.checkpoint import ModelNotFound
-from engine.model.checkpoint_audit import BadCheckpoint
 from engine.model.encoder.encoder_model import EncoderModel
 from engine.model.encoder.loading import read_encoder
 from engine.model.heads.row_pooling import Pooling
+from engine.model.model_folder import BadCheckpoint, ModelNotFound
 
 CPU = torch.device("cpu")
 FAMILIES = ("bert", "distilbert", "electra", "modernbert", "roberta", "deberta-v3")

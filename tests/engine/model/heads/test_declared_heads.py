@@ -16,10 +16,10 @@ from transformers import AutoModel, AutoModelForCausalLM
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.model.checkpoint import audit_files, read_config
-from engine.model.checkpoint_audit import BadCheckpoint
 from engine.model.heads.head_declaration import BadDeclaration, read_declaration
 from engine.model.heads.info import HeadKind
 from engine.model.loader import load_model
+from engine.model.model_folder import BadCheckpoint
 from engine.requests import Float32s, Int32s, PoolingRequest
 from tests.support.head_models import config_of, perturbed, save, save_tokenizer
 

@@ -14,10 +14,10 @@ from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.model.architectures import find_kind
 from engine.model.checkpoint import read_config
-from engine.model.checkpoint_audit import BadCheckpoint
 from engine.model.compatibility import UnsupportedModel
 from engine.model.heads.info import HeadKind
 from engine.model.loader import UnsupportedDraft, check_pair, load_model, load_models
+from engine.model.model_folder import BadCheckpoint
 from engine.requests import Float32s, Int32s, PoolingRequest, PoolingTask
 from tests.support.head_models import FAMILIES, config_of, save, sequence_classifier
 from tests.support.model_folders import OTHER_SERVED, edit_config

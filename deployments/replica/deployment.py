@@ -1,0 +1,28 @@
+"""Runs a `ReplicaServer` as a Serve deployment. Serve imports it by its name, in the processes of replicas alone: those
+that build or control an application start seconds earlier without torch and the models."""
+
+from ray import serve
+from ray.util import get_node_ip_address
+
+from deployments.config.app_args import AppArgs
+from deployments.observability.serve_log import log_with_serve
+from deployments.replica.replica import ReplicaServer
+from deployments.replica.weights_registry import WeightsPeers
+
+
+class Replica(ReplicaServer):
+    """Runs a `ReplicaServer` as a Serve deployment."""
+
+    async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc]  # Serve awaits constructors
+        log_with_serve()
+        context = serve.get_replica_context()
+        replica = context.replica_id.unique_id
+        peers = WeightsPeers(context.app_name, replica) if args.may_have_peers else None
+        super().__init__(args, replica, context.deployment, host=get_node_ip_address(), peers=peers)
+        await self.start()
+
+    async def __del__(self) -> None:
+        if hasattr(self, "engine"):
+            await self.drain(self._args.drain.handoff_s)
+            await self.leave()
+            self.stop()
