@@ -25,7 +25,7 @@ from deployments.auth.settings import UserConfig
 from deployments.broadcast import broadcast_of
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import SamplingDefaults
-from deployments.garbage_collection import collect_rarely
+from deployments.garbage_collection import collect_rarely, paused
 from deployments.malloc import give_back_memory
 from deployments.observability.exposition import Snapshot, snapshot
 from deployments.observability.ingress_metrics import IngressMetrics, LoopLagMonitor
@@ -115,7 +115,8 @@ class Ingress:
         model, folder = self._args.model, _model_folder(self._args)
         if folder is not None:
             verify_files(folder, weights=False)
-        tokenizer = load_tokenizer(_tokenizer_path(self._args), model.revision)
+        with paused():  # it imports the model library
+            tokenizer = load_tokenizer(_tokenizer_path(self._args), model.revision)
         defaults = SamplingDefaults() if folder is None else SamplingDefaults.from_folder(folder)
         settings = self._args.api_settings(defaults, package_versions(PACKAGES), folder)
         app = build_api(self._backend, tokenizer, settings, self._metrics, self._access)

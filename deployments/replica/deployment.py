@@ -5,9 +5,12 @@ from ray import serve
 from ray.util import get_node_ip_address
 
 from deployments.config.app_args import AppArgs
+from deployments.garbage_collection import paused
 from deployments.observability.serve_log import log_with_serve
-from deployments.replica.replica import ReplicaServer
 from deployments.replica.weights_registry import WeightsPeers
+
+with paused():  # torch and the model library
+    from deployments.replica.replica import ReplicaServer
 
 
 class Replica(ReplicaServer):
