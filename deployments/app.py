@@ -45,6 +45,7 @@ from deployments.routing.quarantine_broadcast import QuarantineBroadcast
 from deployments.start_failure import StartFailure, failure_of
 from engine.model.file_digests import verify_files
 from engine.model.model_folder import find_folder
+from engine.tokenizer.library import import_without_torch
 from engine.tokenizer.tokenizer import load_tokenizer
 
 INGRESS_ONGOING_FACTOR = 2  # times the connection limit, so that a request is refused and does not wait in Ray's queue
@@ -115,8 +116,9 @@ class Ingress:
         model, folder = self._args.model, _model_folder(self._args)
         if folder is not None:
             verify_files(folder, weights=False)
-        with paused():  # it imports the model library
-            tokenizer = load_tokenizer(_tokenizer_path(self._args), model.revision)
+            with paused():
+                import_without_torch()
+        tokenizer = load_tokenizer(_tokenizer_path(self._args), model.revision)
         defaults = SamplingDefaults() if folder is None else SamplingDefaults.from_folder(folder)
         settings = self._args.api_settings(defaults, package_versions(PACKAGES), folder)
         app = build_api(self._backend, tokenizer, settings, self._metrics, self._access)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
@@ -60,6 +61,15 @@ def urls(cluster: Callable[..., str], toy_args: dict[str, Any]) -> dict[str, str
 async def clients(urls: dict[str, str]) -> AsyncIterator[dict[str, Client]]:
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
         yield {name: Client(url, http) for name, url in urls.items()}
+
+
+def test_a_replica_holds_torch_and_an_ingress_does_not(urls: dict[str, str]) -> None:
+    held = {}
+    for process in psutil.Process().children(recursive=True):
+        _, _, deployment = " ".join(process.cmdline()).partition("ray::ServeReplica:builtin:")
+        if deployment:
+            held[deployment] = any("libtorch" in one.path for one in process.memory_maps())
+    assert held == {"Ingress": False, "Replica": True}
 
 
 def prompts(tokenizer: Tokenizer) -> list[list[int]]:
