@@ -66,9 +66,9 @@ async def clients(urls: dict[str, str]) -> AsyncIterator[dict[str, Client]]:
 def test_a_replica_holds_torch_and_an_ingress_does_not(urls: dict[str, str]) -> None:
     held = {}
     for process in psutil.Process().children(recursive=True):
-        _, _, deployment = " ".join(process.cmdline()).partition("ray::ServeReplica:builtin:")
-        if deployment:
-            held[deployment] = any("libtorch" in one.path for one in process.memory_maps())
+        title = re.match(r"ray::ServeReplica:builtin:(\w+)", " ".join(process.cmdline()))
+        if title:
+            held[title[1]] = any("libtorch" in one.path for one in process.memory_maps())
     assert held == {"Ingress": False, "Replica": True}
 
 
