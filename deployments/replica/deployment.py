@@ -1,5 +1,5 @@
-"""Runs a `ReplicaServer` as a Serve deployment. Serve imports it by its name, in the processes of replicas alone: those
-that build or control an application start seconds earlier without torch and the models."""
+"""Runs a `ReplicaServer` as a Serve deployment. Serve imports it by its name, in the processes of replicas alone: the
+one that builds an application and each ingress start seconds earlier without torch."""
 
 from ray import serve
 from ray.util import get_node_ip_address

@@ -1,4 +1,4 @@
-"""Finds a model's folder and reads the JSON in it, without torch: what starts no model imports this module alone."""
+"""Finds a model's folder and reads the JSON in it, without torch: an ingress imports it too."""
 
 import json
 import re
