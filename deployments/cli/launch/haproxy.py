@@ -15,6 +15,7 @@ The launcher runs this file by itself, without the package, so it uses the stand
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import re
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from importlib import util
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,6 +51,7 @@ ERRORS = {  # by status: code and message, in the form of our own errors
 PR_SET_PDEATHSIG = 1
 SECOND = ".second"  # behind the names of the second process's files
 AGAIN_S, MAX_AGAIN_S = 0.1, 10.0  # before a second process that ended is started again; longer if it never runs
+TOLD_AGAIN_S = 1.0
 
 
 class HAProxyMissing(RuntimeError):
@@ -192,49 +195,64 @@ def _signal_with_parent(number: signal.Signals) -> None:
 def supervise(owner: int, binary: str, file: Path) -> None:
     """Keeps the second process running until `owner` ends, or the supervisor of the next configuration takes over.
 
+    One supervisor at a time takes over, and a record names the last: Ray may replace a configuration before the
+    supervisor of it has started, and a second process that is never replaced would answer by old routes for good.
+
     Args:
         owner: A process.
         binary: HAProxy's.
         file: The configuration of the first process.
     """
-    config = file.with_name(file.name + SECOND)
-    record = file.with_name("second.json")
-    before = _read(record)
-    retired = False
-
-    def retire(number: int, frame: object) -> None:
-        nonlocal retired
-        retired = True
-
-    signal.signal(signal.SIGUSR1, retire)
-    options = ["-sf", str(before["process"])] if before else []
+    config, record = file.with_name(file.name + SECOND), file.with_name("second.json")
+    is_last = False
     again_s = AGAIN_S
+
+    def next_one() -> dict[str, int] | None:
+        found = _read(record)
+        return found if found is not None and found["supervisor"] != os.getpid() else None
+
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
         watched = os.pidfd_open(owner)
         while True:
             started = time.monotonic()
-            process = subprocess.Popen(
-                [binary, "-db", "-f", str(config), *options], preexec_fn=lambda: _signal_with_parent(signal.SIGTERM)
-            )
-            _replace(record, json.dumps({"supervisor": os.getpid(), "process": process.pid}))
-            if before:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(before["supervisor"], signal.SIGUSR1)
-            before, options = None, []
-            if _ended_first(watched, process):
+            with _held(file.with_name("second.lock")):
+                other = next_one()
+                if other is not None and is_last:
+                    return
+                is_last = True
+                replaced = ["-sf", str(other["process"])] if other is not None else []
+                process = subprocess.Popen(
+                    [binary, "-db", "-f", str(config), *replaced],
+                    preexec_fn=lambda: _signal_with_parent(signal.SIGTERM),
+                )
+                _replace(record, json.dumps({"supervisor": os.getpid(), "process": process.pid}))
+            if _outlives(process, watched, next_one):
                 process.terminate()
                 process.wait()
                 return
             again_s = AGAIN_S if time.monotonic() - started > MAX_AGAIN_S else min(2 * again_s, MAX_AGAIN_S)
-            if retired or _ended_within(watched, again_s):
+            if next_one() is not None or _ended_within(watched, again_s):
                 return
 
 
-def _ended_first(watched: int, process: "subprocess.Popen[bytes]") -> bool:
-    """Waits for the end of either, and says whether it was that of the watched one."""
+@contextlib.contextmanager
+def _held(file: Path) -> Iterator[None]:
+    """Holds a lock that ends with its process."""
+    with file.open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def _outlives(process: "subprocess.Popen[bytes]", watched: int, replaced: Callable[[], object]) -> bool:
+    """Waits for the end of the process or the watched one, and says whether it was that of the watched one.
+
+    A process that is replaced is told to stop, again every second: HAProxy can miss the signal while it starts.
+    """
     own = os.pidfd_open(process.pid)
     try:
-        ready, _, _ = select.select([watched, own], [], [])
+        while not (ready := select.select([watched, own], [], [], TOLD_AGAIN_S)[0]):
+            if replaced() is not None:
+                process.send_signal(signal.SIGUSR1)
     finally:
         os.close(own)
     if watched in ready:
@@ -248,11 +266,10 @@ def _ended_within(watched: int, seconds: float) -> bool:
 
 
 def _read(record: Path) -> dict[str, int] | None:
-    """Returns the supervisor and the second process before this one, if both run still."""
+    """Returns the last supervisor and its process, if that supervisor still runs."""
     try:
         found: dict[str, int] = json.loads(record.read_text("utf-8"))
         command = Path(f"/proc/{found['supervisor']}/cmdline").read_bytes()
-        os.kill(found["process"], 0)
     except (OSError, ValueError):
         return None
     return found if str(record.parent).encode("utf-8") in command else None

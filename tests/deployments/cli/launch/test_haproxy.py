@@ -446,6 +446,65 @@ def test_a_new_configuration_takes_over_both_processes(tmp_path: Path) -> None:
     alive.close()
 
 
+PROXY = """#!/bin/sh
+echo "$$ $*" >> {log}
+exec sleep 600
+"""  # which never tells the one before it to stop
+SLOWLY = "other = next_one()", "other = next_one(); time.sleep(0.3)"  # after it looks, and before it says so
+LOCK, TELLING = "fcntl.flock(held, fcntl.LOCK_EX)", "process.send_signal(signal.SIGUSR1)"
+
+
+def three_take_over(folder: Path, *without: str) -> tuple[list[list[str]], int]:
+    """Three supervisors begin together, as they do where Ray changes its configuration quickly.
+
+    Args:
+        folder: for their files.
+        without: statements of the launcher that are left out.
+
+    Returns:
+        The process and the options of each proxy that they started, and how many of the three are left.
+    """
+    source = Path(haproxy.__file__).read_text("utf-8").replace(*SLOWLY)
+    for statement in without:
+        assert statement in source
+        source = source.replace(statement, "pass")
+    script, proxy, log = folder / "launcher.py", folder / "proxy", folder / "log"
+    script.write_text(source)
+    proxy.write_text(PROXY.format(log=log))
+    proxy.chmod(0o700)
+    with subprocess.Popen(["sleep", "600"]) as owner:
+        command = [sys.executable, "-I", str(script), "second", str(owner.pid), str(proxy), str(folder / "haproxy.cfg")]
+        supervisors = [subprocess.Popen(command) for _ in range(3)]
+        until(lambda: log.exists() and len(log.read_text().splitlines()) == 3)
+        with contextlib.suppress(AssertionError):
+            until(lambda: sum(one.poll() is None for one in supervisors) == 1, 5)
+        left = sum(one.poll() is None for one in supervisors)
+        owner.kill()
+    for one in supervisors:
+        assert one.wait(20) == 0
+    return [line.split() for line in log.read_text().splitlines()], left
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fast mode has a second process on Linux")
+@pytest.mark.risk("R16")
+def test_configurations_that_follow_quickly_leave_one_second_process(tmp_path: Path) -> None:
+    """Another one would answer 404 by the routes that it began with, for as long as the service runs."""
+    proxies, left = three_take_over(tmp_path)
+    first, second, third = [process for process, *_ in proxies]
+    assert [options[3:] for _, *options in proxies] == [[], ["-sf", first], ["-sf", second]] and left == 1
+    assert json.loads((tmp_path / "second.json").read_text())["process"] == int(third)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fast mode has a second process on Linux")
+@pytest.mark.risk("R16", planted=True)
+def test_without_the_lock_or_the_signal_second_processes_are_not_replaced(tmp_path: Path) -> None:
+    for number, without in enumerate((LOCK, TELLING)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        proxies, left = three_take_over(folder, without)
+        assert len({tuple(options) for _, *options in proxies}) < 3 or left > 1
+
+
 def listening(port: int) -> set[int]:
     """The processes that listen on a port."""
     found = psutil.net_connections("tcp")
