@@ -1,19 +1,20 @@
 #!/bin/sh
 # Runs what needs a GPU, a stage at a time, on a machine whose python3 has torch and Triton for it:
 #
-#     sh benchmarks/gpu_session.sh OUT STAGE...     stages: suite paired kernels work startup http streams loads mixed numerics
+#     sh benchmarks/gpu_session.sh OUT STAGE...     stages: suite paired kernels work startup http streams loads mixed numerics fleet
 #
 # Each stage writes its results below OUT and ends by itself; STAGE_S (default 540) bounds it in seconds. Variables:
-#     BASE       a checkout to compare with, for `paired` (commit 635edbb, with the module paths of that commit)
+#     BASE       a checkout to compare with, for `paired` and `fleet` (commit 635edbb, with the module paths of that commit)
+#     COUNTS     numbers of replicas of `fleet` (default 1,2)
 #     LOADERS    a folder with http_load.py, stream_load.py, workloads.py and mk_vocab.py, for `http` and `streams`
 #     RESUME     the outcomes of an earlier `suite`: what passed on the same sources is left out
 #     SHAPE      the model of `http` and `streams`: qwen3-0.6b (default) or qwen3-8b
 #     INGRESSES  ingress replicas of `http` and `streams` (default 6)
 #     SERVED     the checkout that `http` and `streams` serve (default: this one), and TAG, a word for the names of its results
 #
-# `suite`, `paired`, `kernels` and `work` need no Ray. Nothing is installed.
+# `paired`, `kernels` and `work` need no Ray. Nothing is installed: a stage whose packages are missing names them and ends.
 set -u
-test $# -ge 2 || { sed -n '2,16s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+test $# -ge 2 || { sed -n '2,17s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 cd "$(dirname "$0")/.." || exit 2
 out=$1; shift
 mkdir -p "$out" || exit 2
@@ -21,14 +22,27 @@ out=$(cd "$out" && pwd)
 limit=${STAGE_S:-540}
 shape=${SHAPE:-qwen3-0.6b}
 port=8000
+server=0
 served=${SERVED:-$PWD}
 name=$shape${TAG:+-$TAG}
 export PYTHONUNBUFFERED=1
 { nvidia-smi -L; nvidia-smi --query-gpu=driver_version --format=csv,noheader | sort -u; } | tee "$out/machine.txt"
 
+# Each names a module; a stage that begins without them would fail in its middle.
+needs() {
+    python3 - "$@" <<'PY'
+import sys
+from importlib.util import find_spec
+missing = [name for name in sys.argv[1:] if find_spec(name) is None]
+sys.exit(f"this python3 has no {', '.join(missing)}" if missing else 0)
+PY
+}
+SERVED_WITH="ray fastapi msgspec transformers prometheus_client"
+
 within() { timeout -s INT -k 20 "$limit" "$@"; }
 
 suite() {
+    needs $SERVED_WITH pytest xdist pytest_asyncio flashinfer || return 1
     within make test-gpu PYTHON=python3 OUTCOMES="$out/outcomes.jsonl" RESUME="${RESUME:-}" >"$out/suite.log" 2>&1
     tail -n 5 "$out/suite.log"
 }
@@ -84,18 +98,23 @@ applications:
 YAML
 }
 
+ready() {
+    python3 - "$port" <<'PY' 2>/dev/null
+import sys, urllib.request
+urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/readyz", timeout=5)
+PY
+}
+
 # Serves it in fast mode until `stop`, and prints the seconds to the first answer.
 serve() {
+    needs $SERVED_WITH flashinfer || return 1
+    ready && { echo "another service answers on port $port"; return 1; }
     configuration
     since=$(date +%s)
     (cd "$served" && PYTHONPATH="$served:${PYTHONPATH:-}" exec setsid python3 -m deployments.cli serve --fast "$out/serve.yaml") \
         >"$out/serve.log" 2>&1 &
     server=$!
-    until python3 - "$port" <<'PY' 2>/dev/null
-import sys, urllib.request
-urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/readyz", timeout=5)
-PY
-    do
+    until ready; do
         kill -0 $server 2>/dev/null || { tail -n 20 "$out/serve.log"; return 1; }
         test $(($(date +%s) - since)) -lt "$limit" || { echo "not ready in $limit s"; return 1; }
         sleep 1
@@ -103,7 +122,7 @@ PY
     echo "ready after $(($(date +%s) - since)) s" | tee -a "$out/startup.txt"
 }
 
-stop() { kill -INT $server 2>/dev/null; wait $server 2>/dev/null; }
+stop() { test $server -eq 0 || { kill -INT $server; wait $server; } 2>/dev/null; }
 
 startup() {
     serve && stop  # bare: everything is compiled
@@ -163,10 +182,21 @@ numerics() {
     done
 }
 
+# One replica and more, each with a GPU, and one of them lost in three ways; then the scores of BASE, where there is one.
+fleet() {
+    needs $SERVED_WITH flashinfer || return 1
+    model="--model benchmarks/models/$shape --random-weights --replicas ${COUNTS:-1,2} --paths http --seconds 5"
+    within python3 -m benchmarks.fleet.bench_fleet $model --faults killed,frozen,drained --limit "$limit" --out "$out/fleet" \
+        --workloads rerank,long-query,classify,plain-64,plain-256,streams-64,streams-256,mixed | tee "$out/fleet.log"
+    test -d "${BASE:-}" || return 0
+    (cd "$BASE" && PYTHONPATH="$BASE:${PYTHONPATH:-}" within python3 -m benchmarks.bench_fleet $model --kill-limit 0 \
+        --limit "$limit" --workloads rerank,long-query,classify --out "$out/fleet-base") | tee "$out/fleet-base.log"
+}
+
 status=0
 for stage in "$@"; do
     case $stage in
-        suite | paired | kernels | work | startup | http | streams | loads | mixed | numerics) echo "== $stage"; $stage || status=1 ;;
+        suite | paired | kernels | work | startup | http | streams | loads | mixed | numerics | fleet) echo "== $stage"; $stage || status=1 ;;
         *) echo "unknown stage: $stage" >&2; exit 2 ;;
     esac
 done

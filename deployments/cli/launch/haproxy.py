@@ -51,7 +51,7 @@ ERRORS = {  # by status: code and message, in the form of our own errors
 PR_SET_PDEATHSIG = 1
 SECOND = ".second"  # behind the names of the second process's files
 AGAIN_S, MAX_AGAIN_S = 0.1, 10.0  # before a second process that ended is started again; longer if it never runs
-TOLD_AGAIN_S = 1.0
+SIGNAL_AGAIN_S = 1.0
 
 
 class HAProxyMissing(RuntimeError):
@@ -246,11 +246,11 @@ def _held(file: Path) -> Iterator[None]:
 def _outlives(process: "subprocess.Popen[bytes]", watched: int, replaced: Callable[[], object]) -> bool:
     """Waits for the end of the process or the watched one, and says whether it was that of the watched one.
 
-    A process that is replaced is told to stop, again every second: HAProxy can miss the signal while it starts.
+    A process that is replaced gets the signal to stop, again every second: HAProxy can miss it while it starts.
     """
     own = os.pidfd_open(process.pid)
     try:
-        while not (ready := select.select([watched, own], [], [], TOLD_AGAIN_S)[0]):
+        while not (ready := select.select([watched, own], [], [], SIGNAL_AGAIN_S)[0]):
             if replaced() is not None:
                 process.send_signal(signal.SIGUSR1)
     finally:
