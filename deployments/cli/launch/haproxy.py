@@ -195,8 +195,8 @@ def _signal_with_parent(number: signal.Signals) -> None:
 def supervise(owner: int, binary: str, file: Path) -> None:
     """Keeps the second process running until `owner` ends, or the supervisor of the next configuration takes over.
 
-    One supervisor at a time takes over, and a record names the last: Ray may replace a configuration before the
-    supervisor of it has started, and a second process that is never replaced would answer by old routes for good.
+    One supervisor at a time takes over, and a record names the last one: Ray may change a configuration before its
+    supervisor has started, and a second process that is never replaced would answer by old routes until the end.
 
     Args:
         owner: A process.
