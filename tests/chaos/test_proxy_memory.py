@@ -46,9 +46,10 @@ HEADS: dict[str, Head] = {
 
 
 def processes() -> dict[str, psutil.Process]:
-    """The processes of the service that read what clients send."""
+    """The processes of the service that read what clients send; another service of this run may be up beside it."""
+    [server] = [one for one in psutil.Process().children() if "deployments.cli" in one.cmdline()]
     found = {}
-    for process in psutil.Process().children(recursive=True):
+    for process in server.children(recursive=True):
         title = " ".join(process.cmdline())
         for name in ("ProxyActor", "ServeReplica:assay:Ingress"):
             if title.startswith(f"ray::{name}"):
