@@ -124,10 +124,16 @@ serve() {
 
 stop() { test $server -eq 0 || { kill -INT $server; wait $server; } 2>/dev/null; }
 
+# The replica's parts of the last start, and when the controller, the application and its processes began.
+parts() {
+    grep -h "Start-up:\|Controller starting\|Imported and built\|initializing replica" /tmp/ray/session_latest/logs/serve/*.log |
+        cut -c1-150 | sort -k 3
+}
+
 startup() {
-    serve && stop  # bare: everything is compiled
-    serve && stop  # warm: the caches of the first
-    grep -h "assay_warmup_seconds\|start-up" "$out/serve.log" | tail -n 30
+    serve && stop && parts  # bare: everything is compiled
+    serve && stop && parts  # warm: the caches of the first
+    python3 -X importtime -c "import deployments.cli.check.report" 2>&1 | sort -t'|' -k2 -n -r | head -n 25
 }
 
 http() {
