@@ -107,12 +107,16 @@ class Ingress:
             self._keys,
             *links,
         )
+        self._api = self._build_api()  # while replicas load their models, and before anything waits for the loop
         for task in self._tasks:
             task.start()
         # Serve sends requests from here on: one that replaces another process has to know of the replicas first.
         await self._health.first_pass(FIRST_PASS_S)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._api
+
+    def _build_api(self) -> FastAPI:
         model, folder = self._args.model, _model_folder(self._args)
         if folder is not None:
             verify_files(folder, weights=False)
