@@ -364,6 +364,7 @@ def after_the_death(folder: Path, connections: int, **other: str) -> tuple[bytes
     kept, backup = Kept(connections), Dying(GOOD)
     with proxied(folder, kept.port, backup.port, backup=True, **other) as (port, _), contextlib.ExitStack() as clients:
         _end_second(folder)  # it would take a part of the connections
+        until(lambda: connects(port))  # the first one may start later
         asking = [
             clients.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(connections)
         ]
