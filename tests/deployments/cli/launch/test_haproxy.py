@@ -455,12 +455,13 @@ SLOWLY = "other = next_one()", "other = next_one(); time.sleep(0.3)"  # after it
 LOCK, TELLING = "fcntl.flock(held, fcntl.LOCK_EX)", "process.send_signal(signal.SIGUSR1)"
 
 
-def three_take_over(folder: Path, *without: str) -> tuple[list[list[str]], int]:
+def three_take_over(folder: Path, *without: str, within_s: float = 30.0) -> tuple[list[list[str]], int]:
     """Three supervisors begin together, as they do where Ray changes its configuration quickly.
 
     Args:
         folder: for their files.
         without: statements of the launcher that are left out.
+        within_s: until one of the three is left.
 
     Returns:
         The process and the options of each proxy that they started, and how many of the three are left.
@@ -478,7 +479,7 @@ def three_take_over(folder: Path, *without: str) -> tuple[list[list[str]], int]:
         supervisors = [subprocess.Popen(command) for _ in range(3)]
         until(lambda: log.exists() and len(log.read_text().splitlines()) == 3)
         with contextlib.suppress(AssertionError):
-            until(lambda: sum(one.poll() is None for one in supervisors) == 1, 5)
+            until(lambda: sum(one.poll() is None for one in supervisors) == 1, within_s)
         left = sum(one.poll() is None for one in supervisors)
         owner.kill()
     for one in supervisors:
@@ -502,7 +503,7 @@ def test_without_the_lock_or_the_signal_second_processes_are_not_replaced(tmp_pa
     for number, without in enumerate((LOCK, TELLING)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        proxies, left = three_take_over(folder, without)
+        proxies, left = three_take_over(folder, without, within_s=4.0)
         assert len({tuple(options) for _, *options in proxies}) < 3 or left > 1
 
 
