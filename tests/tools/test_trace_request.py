@@ -207,9 +207,10 @@ def test_values_without_the_request_are_not_found(tracer: Tracer, planted: Any) 
 
 
 async def test_other_threads_are_seen_from_their_first_call_for_the_request(tracer: Tracer, planted: Any) -> None:
-    woken, over = threading.Event(), threading.Event()
+    watched, woken, over = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
+        watched.set()
         while not over.wait(0.01):
             planted.wait()
             if woken.is_set():
@@ -218,6 +219,7 @@ async def test_other_threads_are_seen_from_their_first_call_for_the_request(trac
     with tracer.watching_new_threads():
         thread = threading.Thread(target=work)
         thread.start()
+    watched.wait()  # Python refuses two profile functions that are installed at the same moment
     try:
         await tracer.learn_idle()
         with tracer.recording(BODY):
