@@ -218,7 +218,7 @@ async def test_without_limits_and_pieces_the_loop_would_stop(api: Callable[..., 
     unlimited = api(max_tokenize_bytes=1 << 30, max_tokenize_tokens=1 << 30, max_answer_bytes=1 << 40)
     data = encoded({"prompt": "\u0301" * 1_500_000, "return_token_strs": True})
     whole: Fault = (handler, "encode", lambda body, maximum: [to_json(body)])
-    in_pieces, pause = await pauses(unlimited, "/tokenize", data, whole, tries=2)
+    in_pieces, pause = await pauses(unlimited, "/tokenize", data, whole, tries=4)
     print(f"R3 a text without limits: longest pause in pieces {1e3 * in_pieces:.0f} ms, whole {1e3 * pause:.0f} ms")
     assert pause > 1.5 * in_pieces
 
