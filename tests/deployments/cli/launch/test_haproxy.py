@@ -466,7 +466,9 @@ def three_take_over(folder: Path, *without: str, within_s: float = 30.0) -> tupl
     Returns:
         The process and the options of each proxy that they started, and how many of the three are left.
     """
-    source = Path(haproxy.__file__).read_text("utf-8").replace(*SLOWLY)
+    source = Path(haproxy.__file__).read_text("utf-8")
+    assert SLOWLY[0] in source
+    source = source.replace(*SLOWLY)
     for statement in without:
         assert statement in source
         source = source.replace(statement, "pass")
