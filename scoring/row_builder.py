@@ -23,6 +23,10 @@ Int32s = npt.NDArray[np.int32]
 Side = Literal["right", "left"]
 Query = str | list[int]
 Items = list[str] | list[list[int]]
+LONG_HEAD = (
+    32  # tokens before an item, from which on a request is one of many with this beginning and items of their own
+)
+OTHER_ITEM = "."  # any text does: a row with it in the item's place tells what stands before the item
 
 
 class FieldNames(NamedTuple):
@@ -132,6 +136,22 @@ class CutText(NamedTuple):
     ids: list[int]
 
 
+def build_score_rows(
+    tokenizer: TokenizerProtocol, query: Query, items: Items, spec: PromptSpec, limits: PromptLimits
+) -> ScoringRows:
+    """Builds rows as `build_rows` does, but a row without others shares what stands before its item, as it would beside
+    others.
+
+    With more of it in the prefix, items would displace queries from the prefix cache, and requests of one query would
+    go to different replicas. Where less than `LONG_HEAD` tokens stand before the item, requests may share the beginning
+    of their items, and the row shares all it can.
+    """
+    builder = _builder(tokenizer, query, items, spec, limits)
+    rows = builder.build()
+    head = builder.head_size(rows.prefix) if len(rows.items) == 1 else 0
+    return unshared(rows, head) if head >= LONG_HEAD else rows
+
+
 def build_rows(
     tokenizer: TokenizerProtocol, query: Query, items: Items, spec: PromptSpec, limits: PromptLimits
 ) -> ScoringRows:
@@ -150,17 +170,23 @@ def build_rows(
     Raises:
         ScoringError: The request as a whole is wrong.
     """
+    return _builder(tokenizer, query, items, spec, limits).build()
+
+
+def _builder(
+    tokenizer: TokenizerProtocol, query: Query, items: Items, spec: PromptSpec, limits: PromptLimits
+) -> "RowBuilder":
     if isinstance(query, str) != isinstance(items[0], str):
         rule = "be of the same kind as `query`: both text or both token ids. Given: one of each."
         raise refusal(spec.names.items, rule)
     if spec.seam == "joint" and not isinstance(query, str):
         raise refusal("seam", "be concat for token ids. Given: joint.")
     if spec.pairs:
-        return PairRowBuilder(tokenizer, query, items, spec, limits).build()
+        return PairRowBuilder(tokenizer, query, items, spec, limits)
     if spec.template is not None:
-        return TemplateRowBuilder(tokenizer, query, items, spec, limits, spec.template).build()
+        return TemplateRowBuilder(tokenizer, query, items, spec, limits, spec.template)
     builder = JointRowBuilder if spec.seam == "joint" else ConcatRowBuilder
-    return builder(tokenizer, query, items, spec, limits).build()
+    return builder(tokenizer, query, items, spec, limits)
 
 
 def offsets(lengths: Sequence[int]) -> Int32s:
@@ -190,6 +216,10 @@ class RowBuilder:
 
     def build(self) -> ScoringRows:
         """Builds the rows by the rule of this seam. Raises ScoringError for the request as a whole."""
+        raise NotImplementedError
+
+    def head_size(self, prefix: Int32s) -> int:
+        """Returns how many tokens of a row's prefix stand before its item, whatever the item is."""
         raise NotImplementedError
 
     def suffix(self) -> str:
@@ -335,6 +365,10 @@ class ConcatRowBuilder(RowBuilder):
             parts[index] = kept + self.query if spec.item_first else kept
         return self.pack([] if spec.item_first else self.query, parts, truncated)
 
+    def head_size(self, prefix: Int32s) -> int:
+        """See `RowBuilder.head_size`."""
+        return 0 if self.spec.item_first else len(self.query)
+
     def _encode_items(self) -> list[list[int]]:
         special = self.spec.add_special_tokens and self.spec.item_first
         if isinstance(self.items[0], str):
@@ -384,6 +418,13 @@ class JointRowBuilder(RowBuilder):
                 if found is not None:
                     parts[index] = found
         return self.pack([], parts, truncated)
+
+    def head_size(self, prefix: Int32s) -> int:
+        """Compares the row with that of another item. See `RowBuilder.head_size`."""
+        if self.fixed_chars() < LONG_HEAD:
+            return 0
+        other = self._encode([OTHER_ITEM])[0][: len(prefix)]
+        return _common_prefix([prefix[: len(other)].tolist(), other])
 
     def fixed_chars(self) -> int:
         """Returns how many characters of a row are not its item's."""
@@ -521,6 +562,10 @@ class PairRowBuilder(RowBuilder):
             segments.append(len(frame.before) + len(query) + frame.first_of_between)
         rows = unshared(self.pack([], parts, truncated))
         return rows._replace(segments=np.array(segments, np.int32))
+
+    def head_size(self, prefix: Int32s) -> int:
+        """See `RowBuilder.head_size`. These rows share nothing."""
+        return 0
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:

@@ -17,6 +17,9 @@ In the end, under `mixed` or else the first workload over HTTP, one replica is k
 says: `failed` counts the requests that were not answered with 200 or whose stream ended with an error, and
 `lost_or_doubled_tokens` by how many tokens the generations that ended well are too short or too long.
 
+`--prefix-trace` sends a trace of shared prefixes to the last number of replicas for so many seconds, and simulates it
+(`benchmarks.fleet.prefix_trace`).
+
 Without HAProxy, clients use the ingresses' own ports in turn, as HAProxy would. Results are written after every step,
 and `--limit` ends the run at any point.
 """
@@ -92,6 +95,13 @@ def measure(fleet: Fleet, given: argparse.Namespace, record: ResultFile) -> None
                         continue
                     with reported(record, workload.name):
                         record.add(with_ratio(load.row(fleet, workload, next(numbers)), record.rows))
+    if given.prefix_trace > 0:
+        from benchmarks.fleet import prefix_trace  # which imports Ray's router: not before Ray has its environment
+
+        scenario = prefix_trace.scenario(counts[-1], given.ingresses, given.prefix_trace, gpus=bool(fleet.gpus))
+        with reported(record, "prefix trace"):
+            for row in prefix_trace.rows(fleet, scenario, served(fleet.urls[0])[1]):
+                record.add(row)
     if given.kill_limit <= 0 or counts[-1] < 2:
         return
     workload = next((one for one in given.workloads if one.scored and one.generations), given.workloads[0])
@@ -195,6 +205,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--args", type=json.loads, default={}, help="more options of the application by section, as JSON")
     option("--plain", action="store_true", help="Serve's defaults in place of fast mode")
     option("--start-limit", type=float, default=240.0, help="seconds in which replicas must start")
+    option("--prefix-trace", type=float, default=0.0, help="seconds of a trace of shared prefixes; 0: none")
     option("--faults", type=faults_of, default="killed", help=f"what happens to one replica: {', '.join(FAULTS)}")
     option("--kill-limit", type=float, default=60.0, help="seconds for a lost replica to be replaced; 0: none is lost")
     option("--limit", type=float, default=540.0, help="seconds after which the run ends wherever it is")

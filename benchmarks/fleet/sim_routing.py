@@ -53,10 +53,10 @@ from engine.request_cost import TenantQueues
 from engine.requests import Load, ScoreRequest, TenantTokens
 from engine.scheduler.request_tracker import MAX_QUEUE_S, REPORTED_QUEUES
 
-TOKENS_PER_S = 40_000.0  # of a replica
+TOKENS_PER_S = 40_000.0  # of a replica, if a scenario says no other
 HOP_S = 0.0005  # from an ingress to a replica, and back
 PREFIX_TOKENS, ITEM_TOKENS = (256, 3072), (256, 2048)  # smallest and largest, equally likely on a logarithmic scale
-CACHE_TOKENS = 200_000  # of a replica
+CACHE_TOKENS = 200_000  # of a replica, likewise
 CATALOGUE = 2.0  # prefixes of all requests, times those that all caches hold together
 ZIPF = 0.9
 TENANTS = 50
@@ -83,6 +83,10 @@ class Scenario:
     policy: str = "service"
     seed: int = 1
     router: RouterArgs = field(default_factory=RouterArgs)
+    tokens_per_s: float = TOKENS_PER_S
+    cache_tokens: int = CACHE_TOKENS
+    prefix_tokens: tuple[int, int] = PREFIX_TOKENS
+    item_tokens: tuple[int, int] = ITEM_TOKENS
 
 
 class Catalogue:
@@ -90,12 +94,13 @@ class Catalogue:
 
     def __init__(self, scenario: Scenario) -> None:
         draw = np.random.default_rng(scenario.seed)
-        mean = (PREFIX_TOKENS[1] - PREFIX_TOKENS[0]) / math.log(PREFIX_TOKENS[1] / PREFIX_TOKENS[0])
-        count = int(CATALOGUE * scenario.replicas * CACHE_TOKENS / mean)
-        tokens = draw.integers(0, 100_000, count + PREFIX_TOKENS[1], dtype=np.int32)
+        least, most = scenario.prefix_tokens
+        mean = (most - least) / math.log(most / least)
+        count = int(CATALOGUE * scenario.replicas * scenario.cache_tokens / mean)
+        tokens = draw.integers(0, 100_000, count + max(most, scenario.item_tokens[1]), dtype=np.int32)
         prefixes, items = (
             np.exp(draw.uniform(math.log(low), math.log(high), count)).astype(int)
-            for low, high in (PREFIX_TOKENS, ITEM_TOKENS)
+            for low, high in (scenario.prefix_tokens, scenario.item_tokens)
         )
         labels = np.arange(2, dtype=np.int32)
         self.requests = [
@@ -119,10 +124,33 @@ class Catalogue:
         return min(bisect_left(self._cumulative, draw.random()), len(self.requests) - 1)
 
 
+class Arrival(NamedTuple):
+    """Holds when a request arrives, and the number of its prefix."""
+
+    when_s: float
+    number: int
+
+
+def trace(scenario: Scenario) -> list[Arrival]:
+    """Draws the arrivals of a scenario without bursts, for a simulation and a fleet that are to have the same ones."""
+    catalogue, draw = Catalogue(scenario), random.Random(scenario.seed)
+    rate, now, found = _rate(scenario, catalogue), 0.0, list[Arrival]()
+    while now < scenario.seconds:
+        found.append(Arrival(now, catalogue.draw(draw)))
+        now += draw.expovariate(rate)
+    return found
+
+
+def _rate(scenario: Scenario, catalogue: Catalogue) -> float:
+    """Returns the requests of a second."""
+    return scenario.load * scenario.replicas * scenario.tokens_per_s / catalogue.mean_cost
+
+
 class PrefixStore:
     """A prefix cache of whole prefixes, least recently used first out."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int) -> None:
+        self._room = room
         self._held: OrderedDict[int, int] = OrderedDict()
         self._tokens = 0
 
@@ -136,7 +164,7 @@ class PrefixStore:
             return True
         self._held[number] = tokens
         self._tokens += tokens
-        while self._tokens > CACHE_TOKENS:
+        while self._tokens > self._room:
             self._tokens -= self._held.popitem(last=False)[1]
         return False
 
@@ -156,10 +184,10 @@ class Attempt(NamedTuple):
 class SimulatedReplica:
     """A queue served in order at one speed."""
 
-    def __init__(self, name: str, speed: float) -> None:
+    def __init__(self, name: str, speed: float, cache_tokens: int) -> None:
         self.name = name
         self.speed = speed
-        self.cache = PrefixStore()
+        self.cache = PrefixStore(cache_tokens)
         self.free_at = 0.0
         self.busy_s = 0.0
         self.alive = True
@@ -236,10 +264,11 @@ class Ingress:
 
 
 class Simulation:
-    """Runs one scenario."""
+    """Runs one scenario, with arrivals of its own or those of `arrivals`."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, arrivals: Sequence[Arrival] | None = None) -> None:
         self.scenario = scenario
+        self._arrivals = arrivals
         self.now = 0.0
         self.counts: Counter[str] = Counter()
         self.latencies: list[float] = []
@@ -255,13 +284,16 @@ class Simulation:
             self._start_replica(SLOW if slow else 1.0)
         self._ingresses = [Ingress(scenario, lambda: self.now, self._draw) for _ in range(scenario.ingresses)]
         self._publish()
-        self._rate = scenario.load * scenario.replicas * TOKENS_PER_S / self._catalogue.mean_cost
+        self._rate = _rate(scenario, self._catalogue)
         self._warm_s = WARM * scenario.seconds
 
     def run(self) -> Row:
         """Runs until every request has ended; returns the row of results."""
         began = time.perf_counter()
-        self._at(0.0, self._arrive)
+        if self._arrivals is None:
+            self._at(0.0, self._arrive)
+        for arrival in self._arrivals or ():
+            self._at(arrival.when_s, self._ask, arrival.number)
         if self.scenario.fault == "dying":
             self._at(self._draw.expovariate(DEATHS_PER_S * self.scenario.replicas), self._kill)
         warmed = False
@@ -284,8 +316,11 @@ class Simulation:
     def _arrive(self) -> None:
         if self.now < self.scenario.seconds:
             self._at(self.now + self._draw.expovariate(self._rate_now()), self._arrive)
+        self._ask()
+
+    def _ask(self, number: int | None = None) -> None:
         ingress = self._draw.choice(self._ingresses)
-        number = self._catalogue.draw(self._draw)
+        number = self._catalogue.draw(self._draw) if number is None else number
         call = self._catalogue.requests[number]
         self._count("requests")
         try:
@@ -396,7 +431,8 @@ class Simulation:
 
     def _start_replica(self, speed: float) -> None:
         name = f"r{next(self._names):05}"
-        self._replicas[name] = SimulatedReplica(name, speed * TOKENS_PER_S)
+        scenario = self.scenario
+        self._replicas[name] = SimulatedReplica(name, speed * scenario.tokens_per_s, scenario.cache_tokens)
 
     def _kill(self) -> None:
         if self.now < self.scenario.seconds:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scoring.errors import ScoreCode, ScoringError, ScoringLimits
-from scoring.row_builder import PromptLimits, PromptSpec, ScoringRows, build_rows
+from scoring.row_builder import LONG_HEAD, PromptLimits, PromptSpec, ScoringRows, build_rows, build_score_rows
 
 BOUNDS = PromptLimits(
     vocab_size=1000, max_model_len=17, max_request_tokens=10_000, max_rows=99, max_cells=99, scoring=ScoringLimits()
@@ -51,6 +51,42 @@ def test_the_prefix_is_the_longest_that_all_rows_share(tokens: Any) -> None:
     rows = build(tokens, query=[5, 6], items=[[7, 8, 1], [7, 8, 2], [7, 8, 2, 3]])
     assert rows.prefix.tolist() == [5, 6, 7, 8]
     assert rows.starts.tolist() == [0, 1, 2, 4]
+
+
+WIDE = BOUNDS._replace(max_model_len=500)
+LONG_QUERY = "is it a cat or a dog, and what does it do all day? " * 3
+
+
+def score_rows(tokens: Any, query: Any, item: Any, **spec: Any) -> ScoringRows:
+    """The rows of a request with one item, which are those of `build_rows`."""
+    given = (tokens, query, [item], PromptSpec(**spec), WIDE)
+    rows = build_score_rows(*given)
+    assert rows_of(rows) == rows_of(build_rows(*given))
+    return rows
+
+
+@pytest.mark.parametrize("size", [LONG_HEAD - 1, LONG_HEAD])
+def test_a_row_without_others_shares_a_long_query_and_else_all_but_its_last_token(tokens: Any, size: int) -> None:
+    rows = score_rows(tokens, [5] * size, [7, 8, 9])
+    assert rows.prefix.tolist() == ([5] * size if size >= LONG_HEAD else [5] * size + [7, 8])
+
+
+@pytest.mark.parametrize("seam", ["concat", "joint"])
+def test_texts_of_one_query_share_the_same_prefix_alone_and_together(tokens: Any, seam: str) -> None:
+    one, other = (score_rows(tokens, LONG_QUERY, item, seam=seam) for item in ("A cat.", "The dog."))
+    both = build_score_rows(tokens, LONG_QUERY, ["A cat.", "The dog."], PromptSpec(seam=seam), WIDE)
+    assert len(both.prefix) >= LONG_HEAD
+    assert one.prefix.tolist() == other.prefix.tolist() == both.prefix.tolist()
+
+
+@pytest.mark.parametrize("seam", ["concat", "joint"])
+def test_a_row_that_begins_with_its_item_shares_all_but_its_last_token(tokens: Any, seam: str) -> None:
+    rows = score_rows(tokens, LONG_QUERY, "A cat.", seam=seam, item_first=True)
+    assert rows.starts.tolist() == [0, 1]
+
+
+def test_an_empty_item_after_a_long_query_keeps_a_token(tokens: Any) -> None:
+    assert score_rows(tokens, [5] * LONG_HEAD, []).starts.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("items", [[[]], [[1], []], [[1, 2]], [[1], [1]], [[1], [1, 2]]])

@@ -20,7 +20,7 @@ from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
 from scoring.normalize import ItemScores
 from scoring.prompts.templates import FilledTemplate, fill
-from scoring.row_builder import Items, PromptLimits, PromptSpec, Query, ScoringRows, build_rows
+from scoring.row_builder import Items, PromptLimits, PromptSpec, Query, ScoringRows, build_score_rows
 
 FAILED_ITEMS = "x-assay-failed-items"
 CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
@@ -92,7 +92,9 @@ async def tokenize_rows(served: ServedRequest, query: Query, items: Items, spec:
     size = TEXT_COST * (context.body_bytes + len(items) * template_chars)
     limit_s = handler.settings.deadlines.scoring_s
     limits = prompt_limits(handler, served.card)
-    return await handler.tokenize(context, limit_s, size, build_rows, handler.tokenizer, query, items, spec, limits)
+    return await handler.tokenize(
+        context, limit_s, size, build_score_rows, handler.tokenizer, query, items, spec, limits
+    )
 
 
 async def text_label_ids(

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from scoring.errors import ScoreCode, ScoringError, ScoringLimits
 from scoring.prompts.templates import PRESETS, Template, TemplateRefused, TemplateSpec, compile_templates, fill
-from scoring.row_builder import FieldNames, PromptLimits, PromptSpec, ScoringRows, build_rows
+from scoring.row_builder import (
+    LONG_HEAD,
+    FieldNames,
+    PromptLimits,
+    PromptSpec,
+    ScoringRows,
+    build_rows,
+    build_score_rows,
+)
 
 CHAT = TemplateSpec(
     prefix="<|user|>{% if system %}{{ system }}\n{% endif %}find {{ query }}\n",
@@ -38,6 +46,17 @@ def rows_of(rows: ScoringRows) -> dict[int, list[int]]:
         item: [*rows.prefix.tolist(), *rows.ids[rows.starts[i] : rows.starts[i + 1]].tolist()]
         for i, item in enumerate(rows.items)
     }
+
+
+def test_rows_of_one_query_share_the_same_prefix_alone_and_together(tokens: Any) -> None:
+    filled = fill(made(tokens), {"query": "a cat or a dog " * 9, "instruction": None, "system": None})
+    given = (PromptSpec(template=filled), BOUNDS._replace(max_model_len=500))
+    both = build_score_rows(tokens, "a cat or a dog " * 9, ["one", "two words"], *given)
+    assert len(both.prefix) >= LONG_HEAD
+    for index, item in enumerate(("one", "two words")):
+        alone = build_score_rows(tokens, "a cat or a dog " * 9, [item], *given)
+        assert alone.prefix.tolist() == both.prefix.tolist()
+        assert rows_of(alone)[0] == rows_of(both)[index]
 
 
 def ids(tokens: Any, text: str) -> list[int]:
