@@ -1,7 +1,8 @@
 """Sends one trace of shared prefixes to a fleet and to the simulation of routing, and compares what the caches held.
 
 The trace is that of `benchmarks.fleet.sim_routing`: prefixes drawn with Zipf's frequencies, twice as many as all caches
-hold, each before items of its own. The fleet's caches and its speed are measured first, and the simulation takes them.
+hold, each before items of its own. The fleet's caches, its speed and the time of a lone request, which a step takes at
+least, are measured first, and the simulation takes them.
 Requests are sent when they are due, whatever became of those before. What comes in the first `WARM` of the time does
 not count.
 """
@@ -9,6 +10,7 @@ not count.
 import asyncio
 import itertools
 import json
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,11 +24,13 @@ from benchmarks.fleet.service import Fleet
 from benchmarks.fleet.sim_routing import POLICIES, WARM, Arrival, Catalogue, Scenario, Simulation, trace
 from benchmarks.support import workloads
 from benchmarks.support.report import Row
+from engine.config import EngineConfig
 from engine.requests import ScoreRequest
 
 SLOTS = "assay_kv_slots"  # of every replica, whatever their state
 SPEED_S, RISE_S = 5.0, 1.0  # of the load that measures a replica's speed, and its beginning that does not count
 AT_ONCE = 16  # of that load, for each replica
+LONE = 21  # requests whose median time is a step's least
 LOAD = 0.85  # of the simulation's published rows
 LEAD_S = 0.2  # from the start of a trace to its first request
 
@@ -52,6 +56,9 @@ class Bodies:
         self._vocab = vocab
         self._made: dict[int, bytes] = {}
 
+    def __len__(self) -> int:
+        return len(self._requests)
+
     def of(self, number: int) -> bytes:
         if number not in self._made:
             request = self._requests[number]
@@ -70,7 +77,13 @@ class Bodies:
 
 def scenario(replicas: int, ingresses: int, seconds: float, *, gpus: bool) -> Scenario:
     """Returns the simulation's steady scenario; without GPUs its requests have a quarter of the tokens."""
-    found = Scenario(replicas=replicas, ingresses=ingresses, load=LOAD, seconds=seconds)
+    found = Scenario(
+        replicas=replicas,
+        ingresses=ingresses,
+        load=LOAD,
+        seconds=seconds,
+        step_tokens=EngineConfig().token_budget,
+    )
     if gpus:
         return found
     prefix, item = ((least // 4, most // 4) for least, most in (found.prefix_tokens, found.item_tokens))
@@ -82,11 +95,12 @@ def rows(fleet: Fleet, given: Scenario, vocab: int) -> Iterator[Row]:
 
     Args:
         fleet: Runs as many replicas and ingresses as `given` says.
-        given: Its `tokens_per_s` and `cache_tokens` are replaced by what the fleet has.
+        given: Its `tokens_per_s`, `cache_tokens` and `least_step_s` are replaced by what the fleet has.
         vocab: Ids of requests are below it.
     """
     found = replace(given, cache_tokens=int(fleet.total(SLOTS) / fleet.count))
     found = replace(found, tokens_per_s=asyncio.run(_speed(fleet.urls, found, vocab)) / fleet.count)
+    found = replace(found, least_step_s=asyncio.run(_lone(fleet.urls, found, vocab)))
     arrivals = trace(found)
     bodies = Bodies(Catalogue(found), vocab)
     for number in {arrival.number for arrival in arrivals}:
@@ -116,6 +130,7 @@ def summary(answers: Sequence[Scored], scenario: Scenario) -> Row:
         "load": scenario.load,
         "cache_tokens": scenario.cache_tokens,
         "replica_tokens_s": scenario.tokens_per_s,
+        "least_step_ms": 1e3 * scenario.least_step_s,
         "requests": len(counted),
         "hit_rate": sum(one.cached for one in good) / max(1, sum(one.prefix for one in good)),
         "p50_ms": 1e3 * times[len(times) // 2] if times else None,
@@ -144,6 +159,15 @@ async def _speed(urls: Sequence[str], scenario: Scenario, vocab: int) -> float:
         for _ in range(AT_ONCE * scenario.replicas):
             group.create_task(caller(http))
     return computed / (SPEED_S - RISE_S)
+
+
+async def _lone(urls: Sequence[str], scenario: Scenario, vocab: int) -> float:
+    """Returns the median time of short requests, one after the other."""
+    bodies = Bodies(Catalogue(replace(scenario, seed=scenario.seed + 2)), vocab)
+    short = sorted(range(len(bodies)), key=lambda number: len(bodies.request(number).ids))[:LONE]
+    async with _session() as http:
+        found = [await _ask(http, urls, number, bodies, time.monotonic(), 0.0) for number in short]
+    return statistics.median(one.took_s for one in found)
 
 
 async def _replay(urls: Sequence[str], arrivals: Sequence[Arrival], bodies: Bodies) -> list[Scored]:

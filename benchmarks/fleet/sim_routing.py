@@ -5,7 +5,8 @@
 Each ingress has a `LoadTracker`, `Admission`, `ReplicaSelector` and `RetryPolicy` of its own, on the simulation's
 clock. Simulated are the clients, the way to a replica and back, and the replicas: a queue served in order of arrival at
 a fixed speed, its account of tenants (`TenantQueues`, the replica's own), its bound, and a prefix cache of whole
-prefixes, least recently used first out. Not simulated: steps and batches, generations, sharding and micro-batches.
+prefixes, least recently used first out. Each request is a step of its own, or with `step_tokens` steps hold as many as
+fit, two are under way, and none is shorter than `least_step_s`. Not simulated: generations, sharding and micro-batches.
 
 Policies differ in the order of replicas alone:
 
@@ -29,7 +30,7 @@ import statistics
 import sys
 import time
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +69,7 @@ STALE_S = 0.5  # that a report is old when it comes, beside what its reply took
 POLICIES = ("service", "two choices", "affinity", "central")
 FEWER_INGRESSES = {"four ingresses": 4, "one ingress": 1}
 SCENARIOS = ("steady", "bursts", "slow", "dying", "stale", *FEWER_INGRESSES)
+STEPS = 2  # under way at a replica
 WARM = 0.4  # part of the time before anything is counted
 
 
@@ -87,6 +89,8 @@ class Scenario:
     cache_tokens: int = CACHE_TOKENS
     prefix_tokens: tuple[int, int] = PREFIX_TOKENS
     item_tokens: tuple[int, int] = ITEM_TOKENS
+    step_tokens: int = 0  # of a step, which holds at least one request; 0: one and no more
+    least_step_s: float = 0.0
 
 
 class Catalogue:
@@ -181,35 +185,70 @@ class Attempt(NamedTuple):
     ticket: int
 
 
-class SimulatedReplica:
-    """A queue served in order at one speed."""
+class Served(NamedTuple):
+    """Holds one request of a step."""
 
-    def __init__(self, name: str, speed: float, cache_tokens: int) -> None:
+    attempt: Attempt
+    work: TenantTokens
+    hit: bool
+
+
+class SimulatedReplica:
+    """A queue served in order at one speed, in steps."""
+
+    def __init__(self, name: str, speed: float, scenario: Scenario) -> None:
         self.name = name
         self.speed = speed
-        self.cache = PrefixStore(cache_tokens)
+        self.cache = PrefixStore(scenario.cache_tokens)
         self.free_at = 0.0
         self.busy_s = 0.0
         self.alive = True
-        self._queues = TenantQueues()
+        self.under_way = 0  # steps
+        self.inside: dict[int, Attempt] = {}  # by its identity: all that it has not answered
         self.max_tokens = int(MAX_QUEUE_S * speed)
-        self.inside: dict[int, Attempt] = {}  # by number of the event of its end
+        self._scenario = scenario
+        self._queues = TenantQueues()
+        self._waiting: deque[tuple[Attempt, TenantTokens]] = deque()
 
     def takes(self, work: TenantTokens) -> bool:
         before = self._queues.before(*work)
         return not before or before + work.tokens <= self.max_tokens
 
-    def enter(self, request: ScoreRequest, number: int, work: TenantTokens, now: float) -> tuple[float, bool]:
-        """Queues a request; returns when it ends, and whether its prefix was cached."""
+    def enter(self, attempt: Attempt, work: TenantTokens) -> None:
         self._queues.add(*work)
-        hit = self.cache.use(number, len(request.prefix))
-        seconds = (len(request.ids) + (0 if hit else len(request.prefix))) / self.speed
+        self._waiting.append((attempt, work))
+        self.inside[id(attempt)] = attempt
+
+    def ends(self, now: float, tokens: int) -> float:
+        """Returns when a request that comes now ends, if it is computed behind all others."""
+        return max(now, self.free_at) + tokens / self.speed
+
+    def step(self, now: float, requests: Sequence[ScoreRequest]) -> tuple[float, list[Served]]:
+        """Takes the next step's requests from the queue; returns when it ends, and them."""
+        found, total = list[Served](), 0
+        while self._waiting:
+            attempt, work = self._waiting[0]
+            request = requests[attempt.number]
+            tokens = len(request.ids) + (0 if attempt.number in self.cache else len(request.prefix))
+            if found and total + tokens > self._scenario.step_tokens:
+                break
+            self._waiting.popleft()
+            found.append(Served(attempt, work, self.cache.use(attempt.number, len(request.prefix))))
+            total += tokens
+        seconds = max(self._scenario.least_step_s, total / self.speed)
         self.free_at = max(now, self.free_at) + seconds
         self.busy_s += seconds
-        return self.free_at, hit
+        self.under_way += 1
+        return self.free_at, found
 
-    def leave(self, work: TenantTokens) -> None:
-        self._queues.add(work.tenant, work.priority, -work.tokens)
+    @property
+    def may_step(self) -> bool:
+        """Two steps are under way where steps hold several requests; else the queue's order tells every end."""
+        return bool(self._waiting) and (self.under_way < STEPS or not self._scenario.step_tokens)
+
+    def leave(self, served: Served) -> None:
+        self._queues.add(served.work.tenant, served.work.priority, -served.work.tokens)
+        del self.inside[id(served.attempt)]
 
     def load(self) -> Load:
         largest = self._queues.largest(REPORTED_QUEUES)
@@ -217,7 +256,13 @@ class SimulatedReplica:
 
 
 class Ranking(Protocol):
-    def rank(self, key: int | None, exclude: Collection[str] = (), cacheable: int | None = None) -> tuple[str, ...]: ...
+    def rank(
+        self,
+        key: int | None,
+        exclude: Collection[str] = (),
+        cacheable: int | None = None,
+        steps_s: float = 0.0,
+    ) -> tuple[str, ...]: ...
 
 
 class TwoChoices:
@@ -226,7 +271,9 @@ class TwoChoices:
     def __init__(self, loads: LoadTracker, draw: random.Random) -> None:
         self._loads, self._draw = loads, draw
 
-    def rank(self, key: int | None, exclude: Collection[str] = (), cacheable: int | None = None) -> tuple[str, ...]:
+    def rank(
+        self, key: int | None, exclude: Collection[str] = (), cacheable: int | None = None, steps_s: float = 0.0
+    ) -> tuple[str, ...]:
         names = [name for name in self._loads.replicas if name not in exclude]
         two = self._draw.sample(names, min(2, len(names)))
         return tuple(sorted(two, key=self._loads.load))
@@ -239,7 +286,9 @@ class Affinity:
         self._loads = loads
         self._names: tuple[str, ...] = ()
 
-    def rank(self, key: int | None, exclude: Collection[str] = (), cacheable: int | None = None) -> tuple[str, ...]:
+    def rank(
+        self, key: int | None, exclude: Collection[str] = (), cacheable: int | None = None, steps_s: float = 0.0
+    ) -> tuple[str, ...]:
         if self._names is not self._loads.replicas:
             self._names = self._loads.replicas
             self._hash = RendezvousHash(self._names)
@@ -347,7 +396,8 @@ class Simulation:
         if ingress.ranking is None:
             ranked = self._central(number, state.tried)
         else:
-            ranked = ingress.ranking.rank(key, state.tried, ingress.selector.cacheable(call))
+            selector = ingress.selector
+            ranked = ingress.ranking.rank(key, state.tried, selector.cacheable(call), selector.steps_s(call))
         if not ranked:
             self._fail(
                 Attempt(ingress, number, arrived, state, key, "", 0), RetryableError("unavailable", no_replica())
@@ -363,7 +413,7 @@ class Simulation:
 
         def ends(replica: SimulatedReplica) -> float:
             prefix = 0 if number in replica.cache else 2 * len(request.prefix)
-            return max(self.now, replica.free_at) + (len(request.ids) + prefix) / replica.speed
+            return replica.ends(self.now, len(request.ids) + prefix)
 
         left = [replica for replica in self._replicas.values() if replica.name not in exclude]
         return (min(left, key=ends).name,) if left else ()
@@ -413,26 +463,32 @@ class Simulation:
             error = RetryableError("busy", replica_lost(), refused=True)
             self._at(self.now + HOP_S, self._failed, attempt, error, replica.load())
         else:
-            request = self._catalogue.requests[attempt.number]
-            end, hit = replica.enter(request, attempt.number, work, self.now)
-            if attempt.arrived >= self._warm_s:
-                self.counts["prefix tokens"] += len(request.prefix)
-                self.counts["cached tokens"] += len(request.prefix) if hit else 0
-            event = self._at(end, self._end, replica, attempt, work)
-            replica.inside[event] = attempt
+            replica.enter(attempt, work)
+            self._launch(replica)
 
-    def _end(self, replica: SimulatedReplica, attempt: Attempt, work: TenantTokens) -> None:
+    def _launch(self, replica: SimulatedReplica) -> None:
+        while replica.may_step:
+            end, step = replica.step(self.now, self._catalogue.requests)
+            for served in step:
+                if served.attempt.arrived >= self._warm_s:
+                    tokens = len(self._catalogue.requests[served.attempt.number].prefix)
+                    self.counts["prefix tokens"] += tokens
+                    self.counts["cached tokens"] += tokens if served.hit else 0
+            self._at(end, self._end, replica, step)
+
+    def _end(self, replica: SimulatedReplica, step: Sequence[Served]) -> None:
         if not replica.alive:
             return
-        replica.leave(work)
-        event = next(iter(replica.inside))  # they end in the order in which they came
-        del replica.inside[event]
-        self._at(self.now + HOP_S, self._answered, attempt, replica.load())
+        replica.under_way -= 1
+        for served in step:
+            replica.leave(served)
+        for served in step:
+            self._at(self.now + HOP_S, self._answered, served.attempt, replica.load())
+        self._launch(replica)
 
     def _start_replica(self, speed: float) -> None:
         name = f"r{next(self._names):05}"
-        scenario = self.scenario
-        self._replicas[name] = SimulatedReplica(name, speed * scenario.tokens_per_s, scenario.cache_tokens)
+        self._replicas[name] = SimulatedReplica(name, speed * self.scenario.tokens_per_s, self.scenario)
 
     def _kill(self) -> None:
         if self.now < self.scenario.seconds:

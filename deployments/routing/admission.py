@@ -73,7 +73,7 @@ class Admission:
     def _least_loaded(self) -> Sequence[str]:
         if len(self._loads.replicas) <= MAX_JUDGED:
             return self._loads.replicas
-        names, tokens = self._loads.loads()
+        names, tokens, _ = self._loads.loads()
         return [names[place] for place in tokens.argpartition(MAX_JUDGED)[:MAX_JUDGED].tolist()]
 
     def _closed_s(self, name: str, timeout_s: float, tenant: str) -> float:

@@ -32,6 +32,14 @@ class QueueEstimate(NamedTuple):
     tenants: int = 0  # whose queues are not empty
 
 
+class ReplicaLoads(NamedTuple):
+    """Holds the names of R replicas, the `load` of each [R], and its tokens a second [R], 0 while unknown."""
+
+    names: tuple[str, ...]
+    tokens: npt.NDArray[np.float64]
+    tokens_per_s: npt.NDArray[np.float64]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Replica:
     """Holds the tokens waiting at `when`, and how fast they become fewer.
@@ -108,7 +116,7 @@ class _LoadTable:
     def __init__(self, replicas: dict[str, _Replica]) -> None:
         self.names = tuple(sorted(replicas))
         self._places = {name: place for place, name in enumerate(self.names)}
-        self._total, self._drain, self._when, self._held = np.zeros((4, len(self.names)))
+        self._total, self._drain, self._when, self._held, self._rate = np.zeros((5, len(self.names)))
         for name, replica in replicas.items():
             self.update(name, replica)
 
@@ -116,7 +124,10 @@ class _LoadTable:
         """Takes over what has changed at a replica."""
         place = self._places[name]
         self._total[place], self._held[place] = replica.queues.total, replica.held.total
-        self._drain[place], self._when[place] = replica.drain, replica.when
+        self._drain[place], self._when[place], self._rate[place] = replica.drain, replica.when, replica.rate
+
+    def rates(self) -> npt.NDArray[np.float64]:
+        return self._rate.copy()
 
     def loads(self, now: float) -> npt.NDArray[np.float64]:
         left = now - self._when
@@ -181,10 +192,10 @@ class LoadTracker:
         """The names in order: every process sees the same."""
         return self._table.names
 
-    def loads(self) -> tuple[tuple[str, ...], npt.NDArray[np.float64]]:
-        """Returns the names of all replicas, the same object while the fleet is the same, and each one's `load`."""
+    def loads(self) -> ReplicaLoads:
+        """Returns the load of each replica. `names` is the same object while the fleet is the same."""
         with self._lock:
-            return self._table.names, self._table.loads(self._clock())
+            return ReplicaLoads(self._table.names, self._table.loads(self._clock()), self._table.rates())
 
     def load(self, name: str) -> float:
         """Returns tokens: what the replica last reported, plus what was sent since, less what it has done since."""

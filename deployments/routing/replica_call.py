@@ -209,7 +209,7 @@ class ReplicaCaller:
         """Returns the replicas for the call, best first."""
         with self._metrics.timed("route"):
             selector = self._selector
-            return selector.rank(selector.key_of(call), exclude, selector.cacheable(call))
+            return selector.rank(selector.key_of(call), exclude, selector.cacheable(call), selector.steps_s(call))
 
     def tracked(self, call: AnyCall, ranked: Sequence[str], tried: set[str]) -> "TrackedCall":
         """Counts the call as load of the first replica of `ranked`, or of the one that the router chooses.

@@ -53,6 +53,7 @@ def point(data: bytes) -> int:
 
 MIN_KEY_TOKENS = 32  # a shorter prefix is no reason to prefer a replica
 CACHE_WORTH = 2  # times the tokens that its cache may save, a replica's queue may be longer than another's
+STEPS_S = 0.02  # of the steps under way when a request comes, two of about 10 ms
 MAX_SPREAD = 8  # first replicas of a key's order that share its requests: more would each compute its beginning
 BALANCE = 1.25  # times the mean load: bounded-load consistent hashing (Mirrokni, Thorup and Zadimoghaddam 2018)
 
@@ -72,7 +73,13 @@ class ReplicaSelector:
         self._suspects = suspects
         self._fleet = lru_cache(maxsize=4)(_Fleet)
 
-    def rank(self, key: int | None, exclude: Collection[str] = (), cacheable: int | None = None) -> tuple[str, ...]:
+    def rank(
+        self,
+        key: int | None,
+        exclude: Collection[str] = (),
+        cacheable: int | None = None,
+        steps_s: float = 0.0,
+    ) -> tuple[str, ...]:
         """Ranks the replicas for a key.
 
         Args:
@@ -80,13 +87,14 @@ class ReplicaSelector:
             exclude: Replicas to leave out.
             cacheable: Tokens that the key's own replica may have cached. They are worth a longer queue than those of
                 the other replicas, within a bound: a short query before long items is soon computed again.
+            steps_s: From `steps_s`.
 
         Returns:
             Names, best first; empty if none is known.
         """
         if len(self._loads.replicas) < 2:
             return tuple(name for name in self._loads.replicas if name not in exclude)
-        running, loads = self._loads.loads()
+        running, loads, rates = self._loads.loads()
         fleet = self._fleet(running)
         order = fleet.hashes.order(random.getrandbits(64) if key is None else key)
         suspects = self._suspects(running)
@@ -96,7 +104,8 @@ class ReplicaSelector:
             return ()
         ahead = loads[order]
         bound = BALANCE * float(ahead.mean()) + self._router.max_imbalance_tokens
-        best = self._best(ahead, key, cacheable)
+        waited_for = np.maximum(ahead - steps_s * rates[order], 0.0) if steps_s else ahead
+        best = self._best(waited_for, key, cacheable)
         if best:
             for places in (order, ahead):
                 places[: best + 1] = np.roll(places[: best + 1], 1)
@@ -124,6 +133,15 @@ class ReplicaSelector:
     def cacheable(call: AnyCall) -> int:
         """Returns how many tokens of the call a cache may hold at most."""
         return len(_prefix(call))
+
+    @staticmethod
+    def steps_s(call: AnyCall) -> float:
+        """Returns the seconds of a replica's work that delay the call no further.
+
+        A scoring call waits for the steps under way and shares the next one with what has queued meanwhile. A
+        generation is a row more in every step, and goes where there are fewest.
+        """
+        return 0.0 if isinstance(call, tuple) else STEPS_S
 
     def key_of(self, call: AnyCall) -> int | None:
         """Returns the key of calls of one prefix-cache domain that begin alike.

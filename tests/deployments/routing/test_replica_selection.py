@@ -18,6 +18,7 @@ from deployments.routing import load_tracker
 from deployments.routing.load_tracker import LoadTracker
 from deployments.routing.replica_selection import (
     MIN_KEY_TOKENS,
+    STEPS_S,
     RendezvousHash,
     ReplicaSelector,
     TokenRouter,
@@ -227,6 +228,31 @@ def test_a_long_beginning_is_worth_a_queue_and_twice_as_long_a_queue_is_not() ->
     assert placement.rank(KEYS[0], (), 4000) == (home, other)
 
 
+def choice_behind(call: Any, tokens: int) -> bool:
+    """Says whether the call stays with its own replica, behind so many tokens there and none elsewhere. Replicas
+    compute 100,000 tokens/s."""
+    loads, _ = make_loads(*NAMES)
+    placement = make_placement(loads)
+    key = placement.key_of(call)
+    home = ordered(NAMES, key or 0)[0]
+    for name in NAMES:
+        ticket = loads.send(name, 0)
+        loads.report(ticket, Load(tokens if name == home else 0, 100_000.0))
+        loads.close(ticket)
+    return placement.rank(key, (), placement.cacheable(call), placement.steps_s(call))[0] == home
+
+
+def test_scores_stay_behind_what_is_computed_before_their_step_in_any_case() -> None:
+    spared = int(100_000 * STEPS_S)
+    assert choice_behind(score(ids(100), ids(5)), spared + 190)
+    assert not choice_behind(score(ids(100), ids(5)), spared + 210)
+
+
+def test_generations_leave_a_replica_with_more_to_do() -> None:
+    assert choice_behind(generate(ids(100)), 190)
+    assert not choice_behind(generate(ids(100)), 210)
+
+
 def test_a_key_that_one_replica_cannot_serve_is_shared_by_the_next_ones() -> None:
     loads, _ = make_loads(*NAMES)
     placement, order = make_placement(loads), ordered(NAMES, KEYS[0])
@@ -275,7 +301,7 @@ def test_the_loads_of_all_are_those_of_each() -> None:
     loads.hold(tickets[5])
     loads.close(tickets[6])
     clock.now += 2
-    names, tokens = loads.loads()
+    names, tokens, _ = loads.loads()
     assert names == NAMES
     assert tokens.tolist() == [loads.load(name) for name in NAMES]
 
