@@ -2,9 +2,8 @@
 
 The trace is that of `benchmarks.fleet.sim_routing`: prefixes drawn with Zipf's frequencies, twice as many as all caches
 hold, each before items of its own. The fleet's caches, its speed and the time of a lone request, which a step takes at
-least, are measured first, and the simulation takes them.
-Requests are sent when they are due, whatever became of those before. What comes in the first `WARM` of the time does
-not count.
+least, are measured first, and the simulation takes them. Requests are sent when they are due, whatever became of those
+before. The first `WARM` of the time does not count.
 """
 
 import asyncio
