@@ -23,9 +23,7 @@ Int32s = npt.NDArray[np.int32]
 Side = Literal["right", "left"]
 Query = str | list[int]
 Items = list[str] | list[list[int]]
-LONG_HEAD = (
-    32  # tokens before an item, from which on a request is one of many with this beginning and items of their own
-)
+LONG_HEAD = 32  # tokens before an item, as in the router: with fewer, requests may share the beginnings of their items
 OTHER_ITEM = "."  # any text does: a row with it in the item's place tells what stands before the item
 
 

@@ -53,7 +53,7 @@ def point(data: bytes) -> int:
 
 MIN_KEY_TOKENS = 32  # a shorter prefix is no reason to prefer a replica
 CACHE_WORTH = 2  # times the tokens that its cache may save, a replica's queue may be longer than another's
-STEPS_S = 0.02  # of the steps under way when a request comes, two of about 10 ms
+STEPS_S = 0.02  # of the steps under way when a request comes: two, which take about 10 ms however little they hold
 MAX_SPREAD = 8  # first replicas of a key's order that share its requests: more would each compute its beginning
 BALANCE = 1.25  # times the mean load: bounded-load consistent hashing (Mirrokni, Thorup and Zadimoghaddam 2018)
 
