@@ -1,9 +1,9 @@
 """Sends one trace of shared prefixes to a fleet and to the simulation of routing, and compares what the caches held.
 
 The trace is that of `benchmarks.fleet.sim_routing`: prefixes drawn with Zipf's frequencies, twice as many as all caches
-hold, each before items of its own. The fleet's caches, its speed and the time of a lone request, which a step takes at
-least, are measured first, and the simulation takes them. Requests are sent when they are due, whatever became of those
-before. The first `WARM` of the time does not count.
+hold, each before an item that no other request has. The fleet's caches, its speed and the time of a lone request, which
+a step takes at least, are measured first, and the simulation takes them. Requests are sent when they are due, whatever
+became of those before. The first `WARM` of the time does not count.
 """
 
 import asyncio
@@ -31,6 +31,7 @@ SPEED_S, RISE_S = 5.0, 1.0  # of the load that measures a replica's speed, and i
 AT_ONCE = 16  # of that load, for each replica
 LONE = 21  # requests whose median time is a step's least
 LOAD = 0.85  # of the simulation's published rows
+FRESH = 2  # ids at the beginning of an item that no other has
 LEAD_S = 0.2  # from the start of a trace to its first request
 
 
@@ -48,30 +49,40 @@ class Scored(NamedTuple):
 
 
 class Bodies:
-    """Makes the JSON bodies of a catalogue's requests, each once."""
+    """Makes the JSON bodies of a catalogue's requests. Two requests with the same prefix have different items: the
+    first ids of an item count the bodies."""
 
     def __init__(self, catalogue: Catalogue, vocab: int) -> None:
         self._requests = catalogue.requests
         self._vocab = vocab
-        self._made: dict[int, bytes] = {}
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        self._made = 0
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def of(self, number: int) -> bytes:
-        if number not in self._made:
+    def request(self, number: int) -> ScoreRequest:
+        return self._requests[number]
+
+    def prepare(self, number: int) -> tuple[bytes, bytes]:
+        """Returns what stands before and behind the two ids that differ; the first call for a request serialises it."""
+        if number not in self._frames:
             request = self._requests[number]
             body = {
                 "query": (request.prefix % self._vocab).tolist(),
-                "items": [(request.ids % self._vocab).tolist()],
+                "items": [[-1, *(request.ids[FRESH:] % self._vocab).tolist()]],
                 "label_token_ids": [label % self._vocab for label in workloads.LABELS],
                 "detail": "probabilities",
             }
-            self._made[number] = json.dumps(body).encode()
-        return self._made[number]
+            before, _, behind = json.dumps(body).encode().partition(b"-1")
+            self._frames[number] = before, behind
+        return self._frames[number]
 
-    def request(self, number: int) -> ScoreRequest:
-        return self._requests[number]
+    def next(self, number: int) -> bytes:
+        """Returns the next body of a request."""
+        before, behind = self.prepare(number)
+        self._made += 1
+        return b"%b%d, %d%b" % (before, *divmod(self._made, self._vocab), behind)
 
 
 def scenario(replicas: int, ingresses: int, seconds: float, *, gpus: bool) -> Scenario:
@@ -103,7 +114,7 @@ def rows(fleet: Fleet, given: Scenario, vocab: int) -> Iterator[Row]:
     arrivals = trace(found)
     bodies = Bodies(Catalogue(found), vocab)
     for number in {arrival.number for arrival in arrivals}:
-        bodies.of(number)
+        bodies.prepare(number)
     measured = summary(asyncio.run(_replay(fleet.urls, arrivals, bodies)), found)
     simulated = {
         policy: Simulation(replace(found, policy=policy), arrivals).run() | {"policy": f"{policy}, simulated"}
@@ -195,7 +206,7 @@ async def _ask(
     prompt, prefix = len(request.prefix) + len(request.ids), len(request.prefix)
     status, cached = 0, 0
     try:
-        async with http.post(urls[number % len(urls)] + "/generative_scoring", data=bodies.of(number)) as answer:
+        async with http.post(urls[number % len(urls)] + "/generative_scoring", data=bodies.next(number)) as answer:
             status, body = answer.status, await answer.read()
             if status == OK:
                 cached = json.loads(body)["usage"]["prompt_tokens_details"]["cached_tokens"]

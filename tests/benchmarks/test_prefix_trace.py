@@ -48,11 +48,13 @@ def serve_stub() -> Iterator[ServeStub]:
     threads: list[threading.Thread] = []
 
     def serve(keeps_items: bool) -> str:
-        cache, turn = PrefixStore(SLOTS), asyncio.Lock()
+        cache, turn, items = PrefixStore(SLOTS), asyncio.Lock(), set[tuple[int, ...]]()
 
         async def score(request: web.Request) -> web.Response:
             body = await request.json()
             query, item = body["query"], body["items"][0]
+            assert tuple(item) not in items
+            items.add(tuple(item))
             async with turn:
                 cached = len(query) if cache.use(hash(tuple(query)), len(query)) else 0
                 if keeps_items:
