@@ -72,7 +72,7 @@ def test_a_row_without_others_shares_a_long_query_and_else_all_but_its_last_toke
 
 
 @pytest.mark.parametrize("seam", ["concat", "joint"])
-def test_texts_of_one_query_share_the_same_prefix_alone_and_together(tokens: Any, seam: str) -> None:
+def test_texts_of_one_query_share_the_same_prefix_alone_and_together(tokens: Any, seam: Any) -> None:
     one, other = (score_rows(tokens, LONG_QUERY, item, seam=seam) for item in ("A cat.", "The dog."))
     both = build_score_rows(tokens, LONG_QUERY, ["A cat.", "The dog."], PromptSpec(seam=seam), WIDE)
     assert len(both.prefix) >= LONG_HEAD
