@@ -43,6 +43,7 @@ from benchmarks.support.report import Row, publish
 from deployments.config.sections import AdmissionArgs, RetryArgs, RouterArgs
 from deployments.errors import ApiError
 from deployments.observability.ingress_metrics import IngressMetrics
+from deployments.protocol import AnyCall
 from deployments.quarantine import Quarantine
 from deployments.routing.admission import Admission
 from deployments.routing.load_tracker import LoadTracker
@@ -180,7 +181,6 @@ class Attempt(NamedTuple):
     number: int  # of the prefix
     arrived: float
     state: RetryState
-    key: int | None
     replica: str
     ticket: int
 
@@ -256,13 +256,7 @@ class SimulatedReplica:
 
 
 class Ranking(Protocol):
-    def rank(
-        self,
-        key: int | None,
-        exclude: Collection[str] = (),
-        cacheable: int | None = None,
-        steps_s: float = 0.0,
-    ) -> tuple[str, ...]: ...
+    def rank_call(self, call: AnyCall, exclude: Collection[str] = ()) -> tuple[str, ...]: ...
 
 
 class TwoChoices:
@@ -271,9 +265,7 @@ class TwoChoices:
     def __init__(self, loads: LoadTracker, draw: random.Random) -> None:
         self._loads, self._draw = loads, draw
 
-    def rank(
-        self, key: int | None, exclude: Collection[str] = (), cacheable: int | None = None, steps_s: float = 0.0
-    ) -> tuple[str, ...]:
+    def rank_call(self, call: AnyCall, exclude: Collection[str] = ()) -> tuple[str, ...]:
         names = [name for name in self._loads.replicas if name not in exclude]
         two = self._draw.sample(names, min(2, len(names)))
         return tuple(sorted(two, key=self._loads.load))
@@ -282,17 +274,15 @@ class TwoChoices:
 class Affinity:
     """Ranks a key's replicas by their hashes alone."""
 
-    def __init__(self, loads: LoadTracker) -> None:
-        self._loads = loads
+    def __init__(self, loads: LoadTracker, key_of: Callable[[AnyCall], int | None]) -> None:
+        self._loads, self._key_of = loads, key_of
         self._names: tuple[str, ...] = ()
 
-    def rank(
-        self, key: int | None, exclude: Collection[str] = (), cacheable: int | None = None, steps_s: float = 0.0
-    ) -> tuple[str, ...]:
+    def rank_call(self, call: AnyCall, exclude: Collection[str] = ()) -> tuple[str, ...]:
         if self._names is not self._loads.replicas:
             self._names = self._loads.replicas
             self._hash = RendezvousHash(self._names)
-        order = (self._names[place] for place in self._hash.order(key or 0).tolist())
+        order = (self._names[place] for place in self._hash.order(self._key_of(call) or 0).tolist())
         return tuple(itertools.islice((name for name in order if name not in exclude), 3))
 
 
@@ -307,7 +297,7 @@ class Ingress:
         rankings: dict[str, Ranking] = {
             "service": self.selector,
             "two choices": TwoChoices(self.loads, draw),
-            "affinity": Affinity(self.loads),
+            "affinity": Affinity(self.loads, self.selector.key_of),
         }
         self.ranking = rankings.get(scenario.policy)
 
@@ -392,20 +382,16 @@ class Simulation:
 
     def _send(self, ingress: Ingress, number: int, arrived: float, state: RetryState) -> None:
         call = self._catalogue.requests[number]
-        key = ingress.selector.key_of(call)
         if ingress.ranking is None:
             ranked = self._central(number, state.tried)
         else:
-            selector = ingress.selector
-            ranked = ingress.ranking.rank(key, state.tried, selector.cacheable(call), selector.steps_s(call))
+            ranked = ingress.ranking.rank_call(call, state.tried)
         if not ranked:
-            self._fail(
-                Attempt(ingress, number, arrived, state, key, "", 0), RetryableError("unavailable", no_replica())
-            )
+            self._fail(Attempt(ingress, number, arrived, state, "", 0), RetryableError("unavailable", no_replica()))
             return
         work = ingress.admission.work(call)
         ticket = ingress.loads.send(ranked[0], work.tokens, work.tenant, work.priority)
-        attempt = Attempt(ingress, number, arrived, state, key, ranked[0], ticket)
+        attempt = Attempt(ingress, number, arrived, state, ranked[0], ticket)
         self._at(self.now + HOP_S, self._reach, attempt, work)
 
     def _central(self, number: int, exclude: Collection[str]) -> tuple[str, ...]:

@@ -208,8 +208,7 @@ class ReplicaCaller:
     def rank(self, call: AnyCall, exclude: Collection[str] = ()) -> tuple[str, ...]:
         """Returns the replicas for the call, best first."""
         with self._metrics.timed("route"):
-            selector = self._selector
-            return selector.rank(selector.key_of(call), exclude, selector.cacheable(call), selector.steps_s(call))
+            return self._selector.rank_call(call, exclude)
 
     def tracked(self, call: AnyCall, ranked: Sequence[str], tried: set[str]) -> "TrackedCall":
         """Counts the call as load of the first replica of `ranked`, or of the one that the router chooses.

@@ -73,6 +73,10 @@ class ReplicaSelector:
         self._suspects = suspects
         self._fleet = lru_cache(maxsize=4)(_Fleet)
 
+    def rank_call(self, call: AnyCall, exclude: Collection[str] = ()) -> tuple[str, ...]:
+        """Ranks the replicas for a call. See `rank`."""
+        return self.rank(self.key_of(call), exclude, self.cacheable(call), self.steps_s(call))
+
     def rank(
         self,
         key: int | None,

@@ -1,4 +1,4 @@
-"""The trace of shared prefixes: a fleet and a simulation get the same one, and what their caches hold is told apart."""
+"""The trace of shared prefixes: a fleet and a simulation get the same one, and the row shows what their caches hold."""
 
 import asyncio
 import threading
