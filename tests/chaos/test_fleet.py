@@ -40,10 +40,13 @@ def run(out: Path, *words: str, **sections: Any) -> list[dict[str, Any]]:
 
 
 def test_every_step_is_measured_and_a_death_fails_no_request(tmp_path: Path) -> None:
-    rows = run(tmp_path, "--workloads", "long-query,classify")
+    rows = run(tmp_path, "--workloads", "long-query,classify", "--prefix-trace", "4")
     measured = {(row["case"], row["path"], row["replicas"]): row for row in rows if "items_s" in row}
     assert len(measured) == 8
     assert all(row["items_s"] > 0 and row["failed"] == 0 for row in measured.values())
+    traced = {row["policy"]: row for row in rows if row["case"] == "prefix trace"}
+    assert len(traced) == 5
+    assert traced["the fleet"]["failed"] == 0 and traced["the fleet"]["hit_rate"] > 0
     death = rows[-1]
     assert death["sent"] > 0 and death["in_flight"] > 0 and death["retried"] > 0
     assert death["failed"] == 0
