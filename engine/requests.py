@@ -7,6 +7,7 @@ Shape legend: P prefix or prompt tokens, N rows, M tokens of all rows, L labels,
 T most probable tokens, C chosen ids, k tokens of a chunk.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import NamedTuple
@@ -298,19 +299,25 @@ class StepTokens(NamedTuple):
         """Returns some of the rows, whose arrays are views."""
         return StepTokens._make(None if column is None else column[start:stop] for column in self)
 
+    def chunks(self) -> Iterator[GenerateChunk]:
+        """Yields each row as a chunk, whose arrays are views."""
+        columns = (self.branches, self.cached, self.seconds, self.scored, self.widths)
+        rows = zip(self.tokens[:, None], *(column.tolist() for column in columns), strict=True)
+        for row, (token, branch, cached, (queue_s, compute_s, prefill_s), scored, widths) in enumerate(rows):
+            logprobs = ranks = top_ids = top_logprobs = chosen = None
+            if scored and self.logprobs is not None and self.ranks is not None:
+                at, (n_top, n_chosen) = slice(row, row + 1), widths
+                logprobs, ranks = self.logprobs[at], self.ranks[at]
+                if n_top != ABSENT and self.top_ids is not None and self.top_logprobs is not None:
+                    top_ids, top_logprobs = self.top_ids[at, :n_top], self.top_logprobs[at, :n_top]
+                if n_chosen != ABSENT and self.chosen_logprobs is not None:
+                    chosen = self.chosen_logprobs[at, :n_chosen]
+            yield GenerateChunk(
+                branch, token, logprobs, ranks, top_ids, top_logprobs, chosen, None, None,
+                cached, queue_s, compute_s, 0, 0, prefill_s,
+            )  # fmt: skip
+
     def chunk(self, row: int) -> GenerateChunk:
         """Returns a row as a chunk, whose arrays are views."""
-        at = slice(row, row + 1)
-        logprobs = ranks = top_ids = top_logprobs = chosen = None
-        if self.scored[row] and self.logprobs is not None and self.ranks is not None:
-            logprobs, ranks = self.logprobs[at], self.ranks[at]
-            n_top, n_chosen = self.widths[row].tolist()
-            if n_top != ABSENT and self.top_ids is not None and self.top_logprobs is not None:
-                top_ids, top_logprobs = self.top_ids[at, :n_top], self.top_logprobs[at, :n_top]
-            if n_chosen != ABSENT and self.chosen_logprobs is not None:
-                chosen = self.chosen_logprobs[at, :n_chosen]
-        queue_s, compute_s, prefill_s = self.seconds[row].tolist()
-        return GenerateChunk(
-            int(self.branches[row]), self.tokens[at], logprobs, ranks, top_ids, top_logprobs, chosen, None, None,
-            int(self.cached[row]), queue_s, compute_s, 0, 0, prefill_s,
-        )  # fmt: skip
+        (found,) = self.rows(row, row + 1).chunks()
+        return found

@@ -322,10 +322,9 @@ class Link(asyncio.Protocol):
         for scored in results.prompts:
             if (call := self._calls.get(scored.number)) is not None:
                 call.add(PromptChunk(scored.prompt, scored.scores), load)
-        if results.chunks is not None:
-            for number, item in messages.chunks_of(results.chunks):
-                if (call := self._calls.get(number)) is not None:
-                    call.add(item, load)
+        for number, item in messages.chunks_of(results.chunks):
+            if (call := self._calls.get(number)) is not None:
+                call.add(item, load)
         for answer in results.answers:
             self._finish(answer, load)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 
 HEADER = struct.Struct("<2sBBII")
 MAGIC = b"AL"
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 64 << 20
 MAX_HANDSHAKE_BYTES = 1024
 

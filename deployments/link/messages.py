@@ -4,13 +4,14 @@ A message names the type and shape of each array where the array stands; the byt
 the same order. Decoding checks every field against its annotation, and every array against its type, its dimensions and
 the bytes that are left, so that a hostile frame raises `FrameError` and allocates no more than its own size.
 
-Requests travel as the classes of `engine.requests`. The chunks of all streams of a link travel as columns, because
-one step brings a token for each of them.
+Requests travel as the classes of `engine.requests`, and the tokens of a step as the columns that the engine made: one
+step brings a token for each stream. Other chunks travel as columns too.
 
 Shape legend: K chunks, M tokens of all chunks, R tokens with log-probabilities.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 import msgspec
@@ -42,6 +43,7 @@ DTYPES = tuple(np.dtype(name) for name in ("<i4", "<f4", "<f8", "u1", "?"))
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 FINISHES = (None, FinishReason.STOP, FinishReason.LENGTH)
 ABSENT = -1
+WIDE = ("top_ids", "top_logprobs", "chosen_logprobs")  # columns of a step with a width of their own
 MAX_NUMBER = 2**31 - 1  # of a call
 NO_LOAD = Load(0, 0.0)
 M = TypeVar("M")
@@ -89,7 +91,7 @@ class CancelCall(msgspec.Struct, array_like=True):
 # Messages of a replica.
 
 
-class ChunkColumns(msgspec.Struct, array_like=True):
+class ChunkColumns(msgspec.Struct, array_like=True, tag=1):
     """Holds chunks of any number of streams. Entry i of an array [K] is of chunk i."""
 
     numbers: Int32s  # [K] calls
@@ -110,6 +112,12 @@ class ChunkColumns(msgspec.Struct, array_like=True):
     top_ids: Int32s  # flat, row after row
     top_logprobs: Float32s  # flat
     chosen_logprobs: Float32s  # flat
+
+
+class StepPart(msgspec.Struct, array_like=True, tag=2):
+    """Holds what a step brought for streams that go on. The first number of a stream's name is its call."""
+
+    tokens: StepTokens
 
 
 class LabelScoreAnswer(msgspec.Struct, array_like=True, tag=1):
@@ -166,7 +174,7 @@ class Results(msgspec.Struct, array_like=True):
 
     load: Load
     prompts: list[ScoredPrompt]
-    chunks: ChunkColumns | None
+    chunks: list[ChunkColumns | StepPart]
     answers: list[Answer]
 
 
@@ -267,65 +275,27 @@ CANCEL = MessageType(FrameKind.CANCEL, CancelCall)
 RESULTS = MessageType(FrameKind.RESULTS, Results)
 
 
-def columns_of(parts: Sequence[NumberedChunk | StepTokens]) -> ChunkColumns:
-    """Returns chunks, and the tokens of steps, as columns in the same order."""
-    found: list[ChunkColumns] = []
-    chunks: list[NumberedChunk] = []
+def parts_of(chunks: Sequence[NumberedChunk | StepTokens]) -> list[ChunkColumns | StepPart]:
+    """Returns chunks, and the tokens of steps, as parts of a message in the same order."""
+    found: list[ChunkColumns | StepPart] = []
+    for _, group in groupby(chunks, type):
+        run = list(group)
+        steps = [StepPart(chunk) for chunk in run if isinstance(chunk, StepTokens)]
+        found += steps or [_columns_of([chunk for chunk in run if isinstance(chunk, NumberedChunk)])]
+    return found
+
+
+def chunks_of(parts: Sequence[ChunkColumns | StepPart]) -> Iterator[tuple[int, PromptChunk]]:
+    """Yields the chunks of a message's parts, each with the number of its call. Their arrays are views.
+
+    Raises:
+        FrameError: the columns of a part do not fit each other.
+    """
     for part in parts:
-        if isinstance(part, NumberedChunk):
-            chunks.append(part)
-            continue
-        if chunks:
-            found.append(_columns_of_chunks(chunks))
-            chunks = []
-        found.append(_columns_of_tokens(part))
-    if chunks:
-        found.append(_columns_of_chunks(chunks))
-    if len(found) == 1:
-        return found[0]
-    columns = zip(*map(msgspec.structs.astuple, found), strict=True)
-    return ChunkColumns(*map(np.concatenate, columns))
+        yield from _step_chunks(part.tokens) if isinstance(part, StepPart) else _column_chunks(part)
 
 
-def _columns_of_tokens(step: StepTokens) -> ChunkColumns:
-    """Returns each row as a chunk of one token."""
-    count = len(step.tokens)
-    zeros, absent = np.zeros(count, np.int32), np.full(count, ABSENT, np.int32)
-    scored, numbers, prompts = step.scored, *np.ascontiguousarray(step.streams.T)
-    ones = np.ones(count, np.int32)
-
-    def wide(values: npt.NDArray[Any] | None, width: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
-        if values is None:
-            return np.empty(0, dtype)
-        places = scored[:, None] & (np.arange(values.shape[1]) < step.widths[:, width, None])
-        return values[places].astype(dtype, copy=False)
-
-    def flat(values: npt.NDArray[Any] | None, dtype: type[np.generic]) -> npt.NDArray[Any]:
-        return np.empty(0, dtype) if values is None else values[scored].astype(dtype, copy=False)
-
-    return ChunkColumns(
-        numbers=numbers,
-        prompts=prompts,
-        branches=step.branches,
-        counts=ones,
-        tokens=step.tokens.astype(np.int32, copy=False),
-        finishes=zeros.astype(np.uint8),
-        stop_tokens=absent,
-        cached=step.cached,
-        drafted=zeros,
-        accepted=zeros,
-        seconds=step.seconds,
-        widths=step.widths,
-        scored=scored.astype(np.uint8),
-        logprobs=flat(step.logprobs, np.float32),
-        ranks=flat(step.ranks, np.int32),
-        top_ids=wide(step.top_ids, 0, np.int32),
-        top_logprobs=wide(step.top_logprobs, 0, np.float32),
-        chosen_logprobs=wide(step.chosen_logprobs, 1, np.float32),
-    )
-
-
-def _columns_of_chunks(chunks: Sequence[NumberedChunk]) -> ChunkColumns:
+def _columns_of(chunks: Sequence[NumberedChunk]) -> ChunkColumns:
     rows = [chunk for _, _, chunk in chunks]
     scored = [chunk for chunk in rows if chunk.logprobs is not None]
 
@@ -354,12 +324,30 @@ def _columns_of_chunks(chunks: Sequence[NumberedChunk]) -> ChunkColumns:
     )
 
 
-def chunks_of(columns: ChunkColumns) -> Iterator[tuple[int, PromptChunk]]:
-    """Yields the chunks of columns, each with the number of its call. Their arrays are views.
+def _step_chunks(step: StepTokens) -> Iterator[tuple[int, PromptChunk]]:
+    _check_step(step)
+    numbers, prompts = step.streams.T.tolist()
+    return zip(numbers, map(PromptChunk, prompts, step.chunks()), strict=True)
 
-    Raises:
-        FrameError: the columns do not fit each other.
-    """
+
+def _check_step(step: StepTokens) -> None:
+    count = len(step.tokens)
+    expected = ((count, 2), *[(count,)] * 3, (count, 3), (count,), (count, 2))
+    found = tuple(column.shape for column in step[: len(expected)] if column is not None)
+    wide = [None if (column := getattr(step, name)) is None else column.shape for name in WIDE]
+    if found != expected or any(shape is not None and (len(shape) != 2 or shape[0] != count) for shape in wide):
+        raise FrameError(f"The columns of a step must have {count} rows. Given: {found} and {wide}.")
+    if not step.scored.any():
+        return
+    wanted, room = step.widths[step.scored], [ABSENT if shape is None else shape[1] for shape in wide]
+    scores = [None if column is None else column.shape for column in (step.logprobs, step.ranks)]
+    if scores != [(count,)] * 2 or (wanted < ABSENT).any() or (wanted > (min(room[:2]), room[2])).any():
+        raise FrameError(
+            f"The log-probabilities of a step must be as wide as its rows want. Given: {scores} and {wide}."
+        )
+
+
+def _column_chunks(columns: ChunkColumns) -> Iterator[tuple[int, PromptChunk]]:
     _check_columns(columns)
     token = score = top = chosen = 0
     lists = (

@@ -370,9 +370,9 @@ class _ServerLink(asyncio.Protocol):
         Raises:
             FrameError: the tokens of one step, or a failure alone, fit no frame.
         """
-        columns = messages.columns_of(chunks) if chunks else None
+        parts = messages.parts_of(chunks)
         try:
-            return [messages.RESULTS.encode(messages.Results(load, list(prompts), columns, list(answers)))]
+            return [messages.RESULTS.encode(messages.Results(load, list(prompts), parts, list(answers)))]
         except FrameError as error:
             results: list[Result] = [*prompts, *chunks, *answers]
             if len(results) == 1:
@@ -381,7 +381,7 @@ class _ServerLink(asyncio.Protocol):
                     raise
                 log.error("A result was too large for a link: %s", error)
                 failure = self._too_large(result.number)
-                return [messages.RESULTS.encode(messages.Results(load, [], None, [failure]))]
+                return [messages.RESULTS.encode(messages.Results(load, [], [], [failure]))]
         first = len(results) // 2
         after_prompts = max(0, first - len(prompts))
         after_chunks = max(0, after_prompts - len(chunks))

@@ -178,7 +178,7 @@ class ReplicaServer:
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
-        return found._replace(load=self._load_of_turn())
+        return found._replace(load=self.load())
 
     async def pooling(self, request: PoolingRequest, route: Route | None = None) -> PoolingResult | Failure:
         try:
@@ -188,7 +188,7 @@ class ReplicaServer:
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
-        return found._replace(load=self._load_of_turn())
+        return found._replace(load=self.load())
 
     async def likelihood(self, request: LikelihoodRequest, route: Route | None = None) -> LikelihoodReply | Failure:
         try:
@@ -198,7 +198,7 @@ class ReplicaServer:
         except EngineError as error:
             return self._failure(error)
         self._metrics.waited(found.queue_s)
-        return _likelihood_reply(found)._replace(load=self._load_of_turn())
+        return _likelihood_reply(found)._replace(load=self.load())
 
     def begin_rows(self, request: RowsCall, deliver: Callable[[RowsReply], None]) -> RunningCall | Failure:
         """Starts a scoring request without a task of its own. Its reply, without a load, is given to `deliver`."""
@@ -294,7 +294,7 @@ class ReplicaServer:
             return self._failure(_first_engine_error(group_error))
         chunks = [chunk for task in tasks for chunk in task.result()]
         self._metrics.waited(min(item.chunk.queue_s for item in chunks if not isinstance(item.chunk, Failure)))
-        return GenerateReply(tuple(chunks), epoch, self._load_of_turn())
+        return GenerateReply(tuple(chunks), epoch, self.load())
 
     def _admitted(self, requests: GenerateCall) -> GenerateCall:
         """Returns the requests once the engine has room for all of them: a part of an answer is worth nothing."""
@@ -348,7 +348,7 @@ class ReplicaServer:
             return
         try:
             async for chunks in buffer:
-                yield GenerateReply(chunks, epoch, self._load_of_turn())
+                yield GenerateReply(chunks, epoch, self.load())
         finally:  # also where the consumer has gone: nothing may go on computing
             running.cancel()
 
@@ -409,17 +409,13 @@ class ReplicaServer:
 
     def _failure(self, error: EngineError) -> Failure:
         self._metrics.failed(error.code.value)
-        load = self.load() if error.code is ErrorCode.OVERLOADED else None
+        load = self.engine.queue() if error.code is ErrorCode.OVERLOADED else None
         return Failure(error.code, error.message, error.field, load, error.admitted)
 
     def load(self) -> Load:
-        """Returns how much waits at the replica."""
-        return self.engine.queue()
-
-    def _load_of_turn(self) -> Load:
-        """Returns the load as of this turn of the event loop: a step wakes all streams in one turn."""
+        """Returns the load as of this turn of the event loop: a step wakes all streams and links in one turn."""
         if self._turn_load is None:
-            self._turn_load = self.load()
+            self._turn_load = self.engine.queue()
             asyncio.get_running_loop().call_soon(self._end_turn)
         return self._turn_load
 

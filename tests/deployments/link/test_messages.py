@@ -6,7 +6,6 @@ import tracemalloc
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -92,10 +91,36 @@ REPLY = LikelihoodReply(
     np.zeros(2, np.float32), np.array([True, False]), np.ones(1, np.uint8), ints(0), 0.0, 0.0, Load(0, 0.0)
 )
 FAILURE = Failure(ErrorCode.OVERLOADED, "The queue is full.", "n", Load(1, 2.0, 3), True)
+
+
+def step_tokens(widest: int = 2) -> StepTokens:
+    """Four streams: without log-probabilities, with two of the most probable, with none of them, with chosen ids."""
+    floats = -np.arange(1, 5, dtype=np.float32)
+    return StepTokens(
+        streams=ints(20, 0, 21, 1, 20, 1, 22, 0).reshape(4, 2),
+        branches=ints(0, 1, 0, 2),
+        tokens=ints(5, 6, 7, 8),
+        cached=ints(0, 3, 0, 0),
+        seconds=np.arange(12, dtype=np.float64).reshape(4, 3),
+        scored=np.array([False, True, True, True]),
+        widths=ints(ABSENT, ABSENT, widest, ABSENT, 0, ABSENT, ABSENT, 3).reshape(4, 2),
+        logprobs=floats,
+        ranks=ints(1, 2, 3, 4),
+        top_ids=np.arange(4 * widest, dtype=np.int32).reshape(4, widest),
+        top_logprobs=np.repeat(floats[:, None], widest, axis=1),
+        chosen_logprobs=np.repeat(floats[:, None], 3, axis=1) * 2,
+    )
+
+
+def chunks_apart(tokens: StepTokens) -> list[NumberedChunk]:
+    names = tokens.streams.tolist()
+    return [NumberedChunk(number, prompt, tokens.chunk(row)) for row, (number, prompt) in enumerate(names)]
+
+
 RESULTS = Results(
     Load(1, 2.0, 3),
     [messages.ScoredPrompt(1, 0, SCORES)],
-    messages.columns_of(NUMBERED),
+    messages.parts_of([*NUMBERED[:2], step_tokens(), *NUMBERED[2:], step_tokens(0)]),
     [
         messages.LabelScoreAnswer(2, RESULT), messages.LikelihoodAnswer(3, REPLY), CallFailure(4, FAILURE, ABSENT),
         CallFailure(5, FAILURE, 2), CallEnd(1), messages.PoolingAnswer(6, POOLED),
@@ -129,7 +154,7 @@ def read(data: bytes, reader: FrameReader | None = None) -> list[LinkFrame]:
 def decoded(data: bytes) -> Any:
     (frame,) = read(data)
     found: Any = TYPES[frame.kind].decode(frame)
-    if isinstance(found, Results) and found.chunks is not None:
+    if isinstance(found, Results):
         list(messages.chunks_of(found.chunks))
     return found
 
@@ -159,9 +184,8 @@ def test_requests_come_out_as_they_went_in() -> None:
 def test_results_come_out_as_they_went_in() -> None:
     found = decoded(FRAMES[4])
     assert plain([found.load, found.prompts, found.answers]) == plain([RESULTS.load, RESULTS.prompts, RESULTS.answers])
-    assert plain(list(messages.chunks_of(found.chunks))) == plain(
-        [(number, (prompt, chunk)) for number, prompt, chunk in NUMBERED]
-    )
+    apart = [*NUMBERED[:2], *chunks_apart(step_tokens()), *NUMBERED[2:], *chunks_apart(step_tokens(0))]
+    assert plain(list(messages.chunks_of(found.chunks))) == numbered(apart)
 
 
 @given(st.lists(st.integers(1, 300), max_size=30), st.randoms())
@@ -228,7 +252,7 @@ def outcome(data: bytes) -> str:
         frames = read(data)
         for frame in frames:
             found: Any = TYPES[frame.kind].decode(frame)
-            if isinstance(found, Results) and found.chunks is not None:
+            if isinstance(found, Results):
                 list(messages.chunks_of(found.chunks))
     except FrameError:
         return "refused"
@@ -273,65 +297,63 @@ def test_a_reader_that_trusts_the_lengths_of_arrays_would_fail(monkeypatch: pyte
     assert planted.decode(frame).request.ids.nbytes == 4 * 0x03FFFFFF
 
 
-def step_tokens(widest: int = 2) -> StepTokens:
-    """Four streams: without log-probabilities, with two of the most probable, with none of them, with chosen ids."""
-    floats = -np.arange(1, 5, dtype=np.float32)
-    return StepTokens(
-        streams=ints(20, 0, 21, 1, 20, 1, 22, 0).reshape(4, 2),
-        branches=ints(0, 1, 0, 2),
-        tokens=ints(5, 6, 7, 8),
-        cached=ints(0, 3, 0, 0),
-        seconds=np.arange(12, dtype=np.float64).reshape(4, 3),
-        scored=np.array([False, True, True, True]),
-        widths=ints(ABSENT, ABSENT, widest, ABSENT, 0, ABSENT, ABSENT, 3).reshape(4, 2),
-        logprobs=floats,
-        ranks=ints(1, 2, 3, 4),
-        top_ids=np.arange(4 * widest, dtype=np.int32).reshape(4, widest),
-        top_logprobs=np.repeat(floats[:, None], widest, axis=1),
-        chosen_logprobs=np.repeat(floats[:, None], 3, axis=1) * 2,
-    )
+def results_of(chunks: list[Any]) -> Results:
+    return Results(messages.NO_LOAD, [], messages.parts_of(chunks), [])
 
 
-def chunks_apart(tokens: StepTokens) -> list[NumberedChunk]:
-    names = tokens.streams.tolist()
-    return [NumberedChunk(number, prompt, tokens.chunk(row)) for row, (number, prompt) in enumerate(names)]
-
-
-def same(found: messages.ChunkColumns, expected: messages.ChunkColumns) -> bool:
-    pairs = zip(msgspec.structs.astuple(found), msgspec.structs.astuple(expected), strict=True)
-    return all(a.dtype == b.dtype and a.shape == b.shape and (a == b).all() for a, b in pairs)
+def numbered(chunks: list[NumberedChunk]) -> Any:
+    return plain([(number, (prompt, chunk)) for number, prompt, chunk in chunks])
 
 
 def test_the_tokens_of_a_step_travel_as_chunks_of_one_token_would() -> None:
     """Alone, without columns that no stream wants, and between chunks, in order. Planted: rows that change places."""
     step = step_tokens()
-    plain = step._replace(
+    bare = step._replace(
         scored=np.zeros(4, np.bool_), logprobs=None, ranks=None, top_ids=None, top_logprobs=None, chosen_logprobs=None,
         widths=np.full((4, 2), ABSENT, np.int32),
     )  # fmt: skip
-    for tokens in (step, plain, step.rows(1, 3)):
-        assert same(messages.columns_of([tokens]), messages.columns_of(chunks_apart(tokens)))
-        mixed: list[Any] = [NUMBERED[0], tokens, plain, *NUMBERED[1:], tokens]
-        apart: list[Any] = [
-            NUMBERED[0],
-            *chunks_apart(tokens),
-            *chunks_apart(plain),
-            *NUMBERED[1:],
-            *chunks_apart(tokens),
-        ]
-        assert same(messages.columns_of(mixed), messages.columns_of(apart))
-        assert len(list(messages.chunks_of(messages.columns_of(mixed)))) == len(apart)
-    assert not same(messages.columns_of([step]), messages.columns_of(chunks_apart(step)[::-1]))
+    for tokens in (step, bare, step.rows(1, 3), step.rows(0, 0)):
+        mixed: list[Any] = [NUMBERED[0], tokens, bare, *NUMBERED[1:], tokens]
+        apart = [NUMBERED[0], *chunks_apart(tokens), *chunks_apart(bare), *NUMBERED[1:], *chunks_apart(tokens)]
+        found = decoded(messages.RESULTS.encode(results_of(mixed)))
+        assert plain(list(messages.chunks_of(found.chunks))) == numbered(apart)
+        assert len(found.chunks) == 5
+    assert plain(list(messages.chunks_of(messages.parts_of([step])))) != numbered(chunks_apart(step)[::-1])
 
 
 def test_columns_that_do_not_fit_each_other_are_refused() -> None:
-    good = messages.columns_of(NUMBERED)
+    good = messages.parts_of(NUMBERED)
     for name, value in {
         "counts": ints(1, 2, 1, -1), "prompts": ints(1), "tokens": ints(1), "widths": ints(*range(8)).reshape(4, 2),
         "finishes": np.full(4, 9, np.uint8), "logprobs": np.zeros(7, np.float32), "seconds": np.zeros((4, 2)),
     }.items():  # fmt: skip
-        planted = messages.columns_of(NUMBERED)
-        setattr(planted, name, value)
+        planted = messages.parts_of(NUMBERED)
+        setattr(planted[0], name, value)
         with pytest.raises(FrameError):
             list(messages.chunks_of(planted))
     assert len(list(messages.chunks_of(good))) == 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"streams": ints(1, 2, 3, 4)},
+        {"tokens": ints(1, 2, 3)},
+        {"seconds": np.zeros((4, 2))},
+        {"widths": ints(*range(4))},
+        {"widths": ints(ABSENT, ABSENT, 3, ABSENT, 0, ABSENT, ABSENT, 3).reshape(4, 2)},
+        {"widths": ints(ABSENT, ABSENT, 2, ABSENT, 0, ABSENT, ABSENT, 4).reshape(4, 2)},
+        {"widths": ints(ABSENT, ABSENT, 2, ABSENT, 0, -2, ABSENT, 3).reshape(4, 2)},
+        {"logprobs": None},
+        {"ranks": ints(1)},
+        {"top_ids": None},
+        {"top_logprobs": np.zeros((3, 2), np.float32)},
+        {"top_ids": ints(1, 2, 3, 4)},
+        {"chosen_logprobs": np.zeros((4, 2), np.float32)},
+    ],
+)
+def test_columns_of_a_step_that_do_not_fit_each_other_are_refused(wrong: dict[str, Any]) -> None:
+    frame = messages.RESULTS.encode(results_of([step_tokens()._replace(**wrong)]))
+    with pytest.raises(FrameError):
+        decoded(frame)
+    assert len(list(messages.chunks_of(messages.parts_of([step_tokens()])))) == 4
