@@ -97,9 +97,7 @@ class Ingress:
             transport = links[0]
         self._backend = Dispatcher(transport, args, self._health, self._metrics, scrape, loads, quarantine)
         self._tasks = (
-            DrainWatcher(
-                self._who[1], names_of(broadcast_of(siblings)), self._health, self._backend.streams.cut, args.drain
-            ),
+            DrainWatcher(self._who[1], names_of(siblings), self._health, self._backend.streams.cut, args.drain),
             QuarantineBroadcast(quarantine, broadcast_of(replica), loads, self._metrics.quarantined),
             LoopLagMonitor(self._metrics.loop_lagged),
             FrozenReplicaWatch(self._health, loads, self._backend.leave),
@@ -140,11 +138,6 @@ class Ingress:
         """Returns this process's metrics."""
         self._metrics.readiness(self._health.ready, self._args.health.min_replicas)
         return await snapshot(*self._who, self._metrics.families())
-
-    async def name(self) -> str:
-        """Returns this replica's name."""
-        _, replica = self._who
-        return str(replica)
 
     async def __del__(self) -> None:
         for task in getattr(self, "_tasks", ()):

@@ -6,17 +6,15 @@ that its own deployment no longer names finishes what it has, says so at /readyz
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from deployments.broadcast import Broadcast
 from deployments.config.sections import DrainArgs
 from deployments.periodic import PeriodicTask
 from deployments.routing.health_monitor import HealthMonitor
 
 log = logging.getLogger("ray.serve")
-NAMES_S = 2.0
-# Returns the names of this deployment's replicas, or None where one did not answer.
-Names = Callable[[], Awaitable[Sequence[str] | None]]
+Names = Callable[[], Sequence[str] | None]  # of this deployment's replicas; None while unknown
 
 
 class DrainWatcher(PeriodicTask):
@@ -41,7 +39,7 @@ class DrainWatcher(PeriodicTask):
         await super().stop()
 
     async def look(self) -> None:
-        names = await self._names()
+        names = self._names()
         if names is None:
             return
         self._seen = self._seen or self._own in names
@@ -60,10 +58,16 @@ class DrainWatcher(PeriodicTask):
             self._ending = None
 
 
-def names_of(siblings: Broadcast) -> Names:
-    async def names() -> Sequence[str] | None:
-        found = await siblings("name", NAMES_S)
-        answered = [name for name in found if isinstance(name, str)]
-        return answered if len(answered) == len(found) else None
+def names_of(siblings: Any) -> Names:
+    """Returns what reads the replicas that a Serve handle would call.
+
+    Serve keeps them up to date in every process and shows them to routers only. Asking each sibling for its name would
+    cost calls by the square of their number.
+    """
+    router = siblings.options()._router._asyncio_router
+
+    def names() -> Sequence[str] | None:
+        known = router._request_router  # None until Serve has named its class
+        return None if known is None else [replica.unique_id for replica in list(known.curr_replicas)]
 
     return names

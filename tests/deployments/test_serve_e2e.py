@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError
 from deployments.config.app_args import AppArgs
 from deployments.protocol import Failure, GenerateCall, GenerateReply, Route
 from deployments.replica.replica import ReplicaServer
+from deployments.routing.drain import names_of
 from engine.requests import GenerateRequest, ScoreRequest, ScoreResult
 from gpu_sampler.sampling_params import SamplingParams
 from tests.support import toy_model
@@ -435,6 +436,45 @@ async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, r
     assert await service.total("assay_retries_total") >= retries + 1
     assert await service.total("assay_resumes_total") > resumes
     assert not await service.total("assay_quarantine_entries")
+
+
+class Sibling:
+    """A replica that waits until its deployment has so many others, or no longer counts it."""
+
+    def __init__(self, version: str) -> None:
+        from ray import serve
+
+        context = serve.get_replica_context()
+        self.own = context.replica_id.unique_id
+        self.names = names_of(serve.get_deployment_handle(context.deployment, context.app_name))
+
+    async def beside(self, others: int) -> bool:
+        async with asyncio.timeout(60):
+            while {self.own} - {*(names := self.names() or ())} or len(names) != others + 1:
+                await asyncio.sleep(0.01)
+        return True
+
+    async def stopped(self) -> bool:
+        async with asyncio.timeout(60):
+            while self.own in (self.names() or ()):
+                await asyncio.sleep(0.01)
+        return True
+
+
+@pytest.mark.full
+def test_replicas_know_their_siblings_without_asking_them(cluster: Any) -> None:
+    from ray import serve
+
+    options: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0}, "graceful_shutdown_timeout_s": 60}
+    siblings = serve.deployment(Sibling, num_replicas=2, **options)
+    handle = serve.run(siblings.bind("first"), name="siblings", route_prefix=None)
+    assert handle.broadcast("beside", 1).results(timeout_s=60) == [True, True]
+    # One that is stopped finishes its calls, and learns meanwhile that it is no longer one of them.
+    stopped = handle.stopped.remote()
+    serve.run(siblings.bind("second"), name="siblings", route_prefix=None)
+    assert stopped.result(timeout_s=60)
+    assert handle.broadcast("beside", 1).results(timeout_s=60) == [True, True]
+    serve.delete("siblings")
 
 
 @pytest.mark.full

@@ -23,7 +23,7 @@ class World:
         self.board, self.streams = fleet.board, fleet.dispatch.streams
         self.drain = DrainWatcher("a", self.say, self.board, self.streams.cut, DrainArgs(stream_grace_s=grace_s))
 
-    async def say(self) -> Sequence[str] | None:
+    def say(self) -> Sequence[str] | None:
         return self.names
 
     async def look(self, *names: str) -> str:
@@ -83,7 +83,7 @@ async def test_the_watch_outlives_a_round_that_fails(fleet_of: FleetOf) -> None:
     world = World(await fleet_of())
     looked = asyncio.Event()
 
-    async def fail() -> Sequence[str] | None:
+    def fail() -> Sequence[str] | None:
         looked.set()
         raise OSError
 
