@@ -3,13 +3,14 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from deployments.api.prompt_formats import compile_chat, decision_prompts
 from deployments.api.rerank_prompt import choose_rerank_prompt
 from deployments.cli.check.findings import Finding, error, under, warning
+from deployments.cli.check.resources import ModelMemory, sized
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import SamplingDefaults
 from engine.model.architectures import architectures_of, is_encoder
@@ -21,15 +22,6 @@ from engine.model.loader import UnsupportedDraft, check_pair
 from engine.model.model_folder import BadCheckpoint, ModelNotFound, find_folder
 from engine.tokenizer.tokenizer import load_tokenizer
 from scoring.prompts.templates import compile_templates
-
-
-class ModelMemory(NamedTuple):
-    """Holds the bytes that one replica needs, computed from config.json and the headers of the weights' files."""
-
-    weights: int | None  # None for random weights
-    kv_of_token: int
-    kv_pool: int | None  # None: the memory that is left
-    device: str
 
 
 def check(args: AppArgs, where: str) -> tuple[ModelMemory | None, list[Finding]]:
@@ -131,11 +123,6 @@ def check_memory(memory: ModelMemory, replicas: int, where: str) -> Iterator[Fin
             f"{replicas} replicas take {sized(wanted)} for weights and KV cache, and this machine has {sized(here)}: "
             "lower it.",
         )
-
-
-def sized(size: int) -> str:
-    """Renders a number of bytes."""
-    return f"{size / 2**30:,.3g} GiB" if size >= 2**30 else f"{size / 2**20:,.3g} MiB"
 
 
 def _first_line(problem: BaseException) -> str:

@@ -8,8 +8,7 @@ from typing import Any
 
 from deployments.cli.check import application, document, resources
 from deployments.cli.check.findings import Finding, under
-from deployments.cli.check.model import ModelMemory, sized
-from deployments.cli.check.resources import DeploymentResources
+from deployments.cli.check.resources import DeploymentResources, ModelMemory, sized
 from deployments.config.app_args import AppArgs
 
 
@@ -146,15 +145,21 @@ def _here() -> resources.MachineResources:
     return resources.MachineResources(cpus=max(MIN_CPUS, os.cpu_count() or 1), gpus=torch.cuda.device_count())
 
 
-def errors_of(config: dict[str, Any]) -> list[Finding]:
-    """Finds the errors that stop a config from starting on this machine, or open it to others, without building it."""
-    findings = [*document.check_schema(config), *application.check_port(config)]
+def errors_of(config: dict[str, Any], *, of_model: bool) -> list[Finding]:
+    """Finds the errors that stop a config from starting on this machine, or open it to others, without building it.
+
+    Args:
+        config: a Serve config.
+        of_model: whether to look for those of models and prompts, which takes torch, or for all others.
+    """
+    findings = [] if of_model else [*document.check_schema(config), *application.check_port(config)]
     applications = config.get("applications")
     for index, one in enumerate(applications if isinstance(applications, list) else []):
         if isinstance(one, dict) and one.get("import_path") == application.IMPORT_PATH:
             where = under(under("applications", index), "args")
             args, found = document.check_arguments(one.get("args") or {}, where)
-            findings += found
+            if not of_model:
+                findings += found
             if args is not None:
-                findings += [*application.check_exposure(config, args, where), *_model(args, where, 1)[1]]
+                findings += _model(args, where, 1)[1] if of_model else application.check_exposure(config, args, where)
     return [one for one in findings if one.level == "error"]

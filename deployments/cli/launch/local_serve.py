@@ -5,6 +5,7 @@ It ends only the processes that it started; `ray stop` would end every Ray proce
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ import yaml
 
 from deployments.cli.launch import haproxy, ray_env
 from deployments.cli.launch.listening_ports import listeners
+from deployments.cli.launch.model_check import ModelCheck
 
 if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
@@ -76,15 +78,18 @@ class LocalService:
     def run(self) -> None:
         """Serves until interrupted. Raises CannotServe for a wrong config."""
         with self.prepared() as folder:
-            self._check()
-            file = folder / "config.yaml"
-            file.write_text(yaml.safe_dump(self.config, sort_keys=False), "utf-8")
-            _serve(file, self.urls, self.name)
+            model_check = ModelCheck(self.config)
+            try:
+                from deployments.cli.check import report  # it imports Ray, which must find its environment
 
-    def _check(self) -> None:
-        from deployments.cli.check import report  # it imports Ray, which must find its environment
+                self._refuse(report.errors_of(self.config, of_model=False))
+                file = folder / "config.yaml"
+                file.write_text(yaml.safe_dump(self.config, sort_keys=False), "utf-8")
+                _serve(file, self.urls, self.name, lambda: self._refuse(model_check.errors()))
+            finally:
+                model_check.stop()
 
-        errors = report.errors_of(self.config)
+    def _refuse(self, errors: Sequence[object]) -> None:
         if errors:
             raise CannotServe(f"{self.name} is not served: " + "\n".join(map(str, errors)))
 
@@ -144,8 +149,11 @@ def _haproxy() -> tuple[Path | None, Path | None]:
         return None, None
 
 
-def _serve(config: Path, urls: Mapping[str, str], name: str) -> None:
-    """Runs a config until interrupted. Raises CannotServe if an application fails to start."""
+def _serve(config: Path, urls: Mapping[str, str], name: str, check: Callable[[], None]) -> None:
+    """Runs a config until interrupted. Raises CannotServe if an application fails to start.
+
+    `check` is called when Ray runs and nothing else does: what it raises ends Ray.
+    """
     import ray
     from click.exceptions import Abort
     from ray import serve
@@ -164,9 +172,11 @@ def _serve(config: Path, urls: Mapping[str, str], name: str) -> None:
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             num_cpus=max(4, os.cpu_count() or 1),  # logical CPUs: enough for all actors on a small machine
+            logging_level=logging.WARNING,  # a refused start prints one line
         )
         for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets its own; a shell may ignore SIGINT
             signal.signal(number, interrupt)
+        check()
         cli.main(["run", "--non-blocking", str(config)], standalone_mode=False)
         follow(lambda: serve.status().applications, urls, name)
     except (KeyboardInterrupt, Abort):  # click's name of an interrupt of `serve run`

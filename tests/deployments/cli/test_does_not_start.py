@@ -13,6 +13,7 @@ import torch
 import yaml
 from transformers import AutoModel, BertConfig
 
+from deployments.cli.check import report
 from deployments.cli.launch import local_serve, ray_env
 from engine.config import EngineConfig, ModelConfig
 from engine.model.loader import load_model
@@ -121,11 +122,29 @@ def shown() -> list[str]:
     return [line for block in blocks for line in block.splitlines()]
 
 
+class CheckHere:
+    """Checks models in this process, which has imported torch."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def errors(self) -> list[str]:
+        return [str(error) for error in report.errors_of(self._config, of_model=True)]
+
+    def stop(self) -> None: ...
+
+
+def serve_nothing(config: Path, urls: Any, name: str, check: Callable[[], None]) -> None:
+    check()
+    pytest.fail("it was started")
+
+
 @pytest.fixture
 def starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ray_env, "adopt", lambda wanted: None)
-    monkeypatch.setattr(local_serve, "_serve", lambda *given: pytest.fail("it was started"))
+    monkeypatch.setattr(local_serve, "ModelCheck", CheckHere)
+    monkeypatch.setattr(local_serve, "_serve", serve_nothing)
 
 
 def printed_by(config: Config | str, capsys: pytest.CaptureFixture[str]) -> list[str]:

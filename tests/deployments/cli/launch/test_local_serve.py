@@ -22,9 +22,11 @@ from ray.serve.schema import (
 )
 
 from deployments.cli.launch import local_serve, ray_env
+from deployments.cli.launch.model_check import ModelCheck
 from deployments.limits import WireLimits
 from engine.model.model_folder import BUILTIN
 from tests.support import model_folders
+from tests.support.ports import free_port
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,28 @@ def test_a_value_of_a_wrong_kind_is_named(
     config.write_text(text)
     assert local_serve.serve(config) == 1
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "errors"),
+    [({"path": "toy"}, 0), ({"path": "models/none"}, 1)],
+)
+def test_models_are_checked_in_a_process_of_its_own(model: dict[str, str], errors: int) -> None:
+    config = local_serve.read(CPU)
+    config["applications"][0]["args"]["model"] = model
+    check = ModelCheck(config)
+    try:
+        found = check.errors()
+        assert len(found) == errors and all("models/none" in one for one in found)
+    finally:
+        check.stop()
+
+
+def test_a_check_that_dies_is_an_error() -> None:
+    check = ModelCheck(local_serve.read(CPU))
+    check._process.kill()
+    assert check.errors() == ["error: the check of the model ended with status -9."]
+    check.stop()
 
 
 def test_fast_mode_is_refused_without_rays_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,13 +305,15 @@ def test_one_failure_of_several_applications_ends_all() -> None:
 
 
 @pytest.mark.full
-def test_a_model_that_cannot_be_served_starts_nothing_and_is_one_line(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_served_serves_nothing_and_is_one_line(tmp_path: Path) -> None:
     """In a process of its own, as `assay serve` is run."""
     folder = tmp_path / "model"
     shutil.copytree(BUILTIN, folder)
     (folder / "model.safetensors").write_text(model_folders.LFS_POINTER)
     config = tmp_path / "config.yaml"
-    config.write_text(CPU.read_text("utf-8").replace("path: builtin", f"path: {folder}").replace("8000", "0"))
+    config.write_text(
+        CPU.read_text("utf-8").replace("path: builtin", f"path: {folder}").replace("8000", str(free_port()))
+    )
     command = [sys.executable, "-m", "deployments.cli", "serve", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1

@@ -1,0 +1,41 @@
+"""Checks the models of a configuration in a process of its own, while Ray starts.
+
+Reading a model's files takes torch: seconds to import, and hundreds of megabytes that `assay serve` would keep.
+"""
+
+import multiprocessing
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class ModelCheck:
+    """Represents a check that has begun. `stop` ends it."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        processes = multiprocessing.get_context("spawn")
+        self._errors, errors = processes.Pipe(duplex=False)
+        self._process = processes.Process(target=_send_errors, args=(config, errors), daemon=True)
+        self._process.start()
+        errors.close()
+
+    def errors(self) -> list[str]:
+        """Waits for the end of the check and returns the errors that stop the configuration from starting."""
+        try:
+            found: list[str] = self._errors.recv()
+        except EOFError:
+            self._process.join()
+            return [f"error: the check of the model ended with status {self._process.exitcode}."]
+        return found
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.join()
+        self._errors.close()
+
+
+def _send_errors(config: dict[str, Any], errors: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent gets it too, and ends this process
+    from deployments.cli.check import report
+
+    errors.send([str(error) for error in report.errors_of(config, of_model=True)])
