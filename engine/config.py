@@ -249,7 +249,7 @@ class EngineOptions:
     """Runs decode steps as CUDA graphs. GPU only."""
     max_graph_batch_size: Annotated[int, Range(2, MAX_RUNNING_BOUND)] = 256
     """Sequences of the largest decode graph."""
-    prefill_graph_tokens: Annotated[int, Range(0, MAX_PREFILL_GRAPH_TOKENS)] = 4096
+    prefill_graph_tokens: Annotated[int, Range(0, MAX_PREFILL_GRAPH_TOKENS)] = 8192
     """On a GPU with `graphs`: prefill and scoring steps of up to this many tokens run as CUDA graphs too, and small
     loads are cut into such steps. 0: none; else at least 32."""
     skinny_gemm: bool = True
