@@ -135,7 +135,7 @@ class StepPolicy:
     def graphed_tokens(
         self, max_tokens: int, prompts: Iterable[GenerationState], scores: Iterable[ScoringState]
     ) -> int | None:
-        """Returns the tokens of a CUDA-graphed step, where a few of them do everything that waits.
+        """Returns the tokens of a CUDA-graphed step, where a few of them do everything that waits: the most, or half.
 
         The host launches the kernels of an eager step of a few thousand tokens while the device waits for them; graphed
         steps of the same tokens are replayed in less time. Moreover, callers that one large step answers come again
@@ -159,10 +159,14 @@ class StepPolicy:
                 sequences += size.sequences
                 if tokens > MAX_GRAPHED_STEPS * largest.tokens or sequences > MAX_GRAPHED_STEPS * largest.sequences:
                     return None
-        # The work is cut at any token, so each step must have room for its share of sequences and context.
-        steps = max(1.0, tokens / largest.tokens)
-        fits = sequences <= steps * largest.sequences and attended <= steps * largest.attended
-        return largest.tokens if fits else None
+        # The work is cut at any token, so each step must have room for its share of sequences and context. Steps of
+        # half the tokens have room for as much context.
+        for parts in (1, 2):
+            steps = max(1.0, parts * tokens / largest.tokens)
+            fits = parts * sequences <= steps * largest.sequences and attended <= steps * largest.attended
+            if steps <= MAX_GRAPHED_STEPS and fits:
+                return largest.tokens // parts
+        return None
 
     # Whether a decode step drafts.
 

@@ -51,6 +51,10 @@ WAITS = row(Phase.WAITING)
         ([], [scores(100, 17)], False),
         ([], [scores(384, 8, 1_920)], False),  # contexts too long
         ([], [scores(384, 8, 1_480)], True),
+        ([], [scores(256, 8, 1_500)], 64),  # too long for two steps, and not for four of half the tokens
+        ([], [scores(257, 8, 1_500)], False),
+        ([], [scores(256, 32, 250)], 64),
+        ([], [scores(256, 33, 250)], False),  # half the tokens have room for half the rows
         ([prompt(256, WAITS, WAITS, WAITS)], [scores(256, 8)], True),  # one prompt, for all that wait for it
         ([prompt(257, WAITS)], [scores(256, 8)], False),
         ([prompt(900, row(Phase.PREFILL, 300, 600), row(Phase.DECODE))], [], True),
@@ -59,10 +63,10 @@ WAITS = row(Phase.WAITING)
         ([prompt(9_000, row(Phase.PREFILL, 0, 9_000), row(Phase.CLOSED))], [], True),
     ],
 )
-def test_few_tokens_are_cut_where_all_their_steps_are_small(prompts: Any, waiting: Any, cut: bool) -> None:
+def test_few_tokens_are_cut_where_all_their_steps_are_small(prompts: Any, waiting: Any, cut: int | bool) -> None:
     policy = StepPolicy(EngineConfig(), torch.device("cpu"))
     policy.largest_graphed = LARGEST
-    assert policy.graphed_tokens(MOST, prompts, waiting) == (LARGEST.tokens if cut else None)
+    assert policy.graphed_tokens(MOST, prompts, waiting) == (LARGEST.tokens if cut is True else cut or None)
 
 
 def test_steps_that_are_as_small_anyway_or_cost_as_much_are_not_cut() -> None:
