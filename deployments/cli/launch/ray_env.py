@@ -42,7 +42,7 @@ LOCAL = (
 )
 # The second is Serve's default in the other mode. The first would make it 1000 lines, and a log stays empty until then:
 # there is no line for each request, so that would be hours, and a replica that is killed would leave none.
-# The third is how often each process hands its counts to Ray: ten times a second is a quarter of what an idle one costs.
+# The third is how often each process hands its counts to Ray: ten times a second costs a quarter of an idle one.
 THROUGHPUT = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
