@@ -150,7 +150,7 @@ class StepPolicy:
             None where not every step would be graphed, or where `max_tokens` is as small.
         """
         largest = self.largest_graphed
-        if largest is None or max_tokens <= largest.tokens:
+        if largest is None or max_tokens <= largest.tokens // 2:
             return None
         tokens = sequences = attended = 0
         for sizes in (map(_prompt_size, prompts), map(_score_size, scores)):
@@ -162,10 +162,11 @@ class StepPolicy:
         # The work is cut at any token, so each step must have room for its share of sequences and context. Steps of
         # half the tokens have room for as much context.
         for parts in (1, 2):
-            steps = max(1.0, parts * tokens / largest.tokens)
+            cut = largest.tokens // parts
+            steps = max(1.0, tokens / min(cut, max_tokens))
             fits = parts * sequences <= steps * largest.sequences and attended <= steps * largest.attended
             if steps <= MAX_GRAPHED_STEPS and fits:
-                return largest.tokens // parts
+                return cut if cut < max_tokens else None
         return None
 
     # Whether a decode step drafts.

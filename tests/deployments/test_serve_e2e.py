@@ -450,11 +450,12 @@ class Sibling:
 
     async def beside(self, others: int) -> bool:
         async with asyncio.timeout(60):
-            while {self.own} - {*(names := self.names() or ())} or len(names) != others + 1:
+            while self.own not in (names := self.names() or ()) or len(names) != others + 1:
                 await asyncio.sleep(0.01)
         return True
 
     async def stopped(self) -> bool:
+        assert self.own in (self.names() or ())
         async with asyncio.timeout(60):
             while self.own in (self.names() or ()):
                 await asyncio.sleep(0.01)

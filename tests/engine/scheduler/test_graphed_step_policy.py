@@ -75,6 +75,9 @@ def test_steps_that_are_as_small_anyway_or_cost_as_much_are_not_cut() -> None:
     policy.largest_graphed = LARGEST
     assert policy.graphed_tokens(LARGEST.tokens, [], [scores(200)]) is None
     assert policy.graphed_tokens(LARGEST.tokens + 1, [], [scores(200)]) == LARGEST.tokens
+    long = scores(256, 8, 1_500)  # contexts for which steps of half the tokens have room
+    assert policy.graphed_tokens(LARGEST.tokens, [], [long]) == LARGEST.tokens // 2
+    assert policy.graphed_tokens(LARGEST.tokens // 2, [], [long]) is None
 
 
 async def together(
