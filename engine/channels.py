@@ -64,8 +64,8 @@ class ResultQueue:
 
     def put_tokens(self, tokens: StepTokens) -> None:
         """Adds each token as a chunk of its own."""
-        for row in range(len(tokens.tokens)):
-            self.put(tokens.chunk(row))
+        for chunk in tokens.chunks():
+            self.put(chunk)
 
     async def get(self) -> Result:
         """Waits for the next result and returns it."""

@@ -297,6 +297,18 @@ def test_a_reader_that_trusts_the_lengths_of_arrays_would_fail(monkeypatch: pyte
     assert planted.decode(frame).request.ids.nbytes == 4 * 0x03FFFFFF
 
 
+def test_each_row_of_a_step_has_what_it_wants() -> None:
+    without, top, none, chosen = step_tokens().chunks()
+    assert without == without._replace(logprobs=None, ranks=None, top_ids=None, top_logprobs=None, chosen_logprobs=None)
+    assert (top.branch, top.tokens.tolist(), top.cached) == (1, [6], 3)
+    assert (top.queue_s, top.compute_s, top.prefill_s, top.finish, top.drafted) == (3.0, 4.0, 5.0, None, 0)
+    found = [None if column is None else column.tolist() for column in top[2:7]]
+    assert found == [[-2.0], [2], [[2, 3]], [[-2.0, -2.0]], None]
+    assert none.top_ids is not None and none.top_ids.shape == (1, 0) and none.chosen_logprobs is None
+    assert chosen.top_ids is None and chosen.chosen_logprobs is not None
+    assert chosen.chosen_logprobs.tolist() == [[-8.0] * 3]
+
+
 def results_of(chunks: list[Any]) -> Results:
     return Results(messages.NO_LOAD, [], messages.parts_of(chunks), [])
 
