@@ -6,6 +6,7 @@ from typing import Any
 
 from deployments.app import build
 from deployments.cli.check import application, document
+from deployments.cli.check.arguments import check_arguments
 from deployments.cli.check.findings import Finding, under
 from deployments.config.app_args import AppArgs
 from tests.k8s.render import RenderError, documents
@@ -26,7 +27,7 @@ def findings(text: str) -> Iterator[str]:
 
 def _application(given: dict[str, Any], where: str) -> Iterator[Finding]:
     yield from application.check_path(given, where)
-    args, found = document.check_arguments(given.get("args", {}), under(where, "args"))
+    args, found = check_arguments(given.get("args", {}), under(where, "args"))
     yield from found
     if args is not None:
         yield from application.deployments(given, args, where)[1]

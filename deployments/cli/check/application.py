@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from deployments.auth.authenticator import open_to_world
 from deployments.auth.settings import UserConfig
-from deployments.cli.check import document
+from deployments.cli.check.arguments import IMPORT_PATH, check_section
 from deployments.cli.check.findings import Finding, error, meant, note, under, warning
 from deployments.cli.launch.local_serve import taken
 from deployments.config.app_args import AppArgs
@@ -90,7 +90,6 @@ def _port(config: dict[str, Any], section: str, default: int) -> int | None:
     return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
-IMPORT_PATH = "deployments.app:build"
 INGRESS = "Ingress"
 
 
@@ -142,7 +141,7 @@ def _user_config(given: dict[str, Any], where: str) -> list[Finding]:
     place = under(where, "user_config")
     if given["name"] != INGRESS:
         return [error(place, f"Only {INGRESS} takes one: move it there.")]
-    return document.check_section(UserConfig, found, place)
+    return check_section(UserConfig, found, place)
 
 
 def built(args: AppArgs) -> dict[str, dict[str, Any]]:

@@ -13,14 +13,11 @@ from pydantic import BaseModel, ValidationError
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
+from deployments.cli.check.arguments import check_section, given, path_of
 from deployments.cli.check.findings import Finding, error, meant, under
-from deployments.config.app_args import AppArgs
 from deployments.config.schema import options, section_in
-from deployments.limits import Limits
 
 FREE = ("args", "user_config", "runtime_env")  # mappings whose keys Ray does not define
-SECRET = "auth"  # values of this section are not repeated
-UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's errors for a key of a model or a dataclass
 REMOVED = {  # fields of RayService that KubeRay accepts and ignores
     "deploymentUnhealthySecondThreshold": "the operator no longer restarts a cluster for an unhealthy application",
     "serviceUnhealthySecondThreshold": "the operator no longer restarts a cluster for an unhealthy service",
@@ -109,7 +106,7 @@ def check_schema(config: dict[str, Any]) -> Iterator[Finding]:
         ServeDeploySchema.model_validate(config)
     except ValidationError as refused:
         for one in refused.errors(include_url=False, include_context=False):
-            where = _path(one["loc"])
+            where = path_of(one["loc"])
             if where not in reported:
                 yield error(where, f"{one['msg']}.{given(one['input'])}")
     else:
@@ -145,77 +142,3 @@ def _unknown_keys(value: object, model: type[BaseModel], where: str) -> Iterator
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     found = section_in(annotation)
     return found if found is not None and issubclass(found, BaseModel) else None
-
-
-def check_arguments(args: object, where: str) -> tuple[AppArgs | None, list[Finding]]:
-    """Validates the `args` of an application, which are at `where`; without errors it returns them too."""
-    try:
-        return AppArgs.model_validate(args), []
-    except ValidationError as refused:
-        return None, list(_findings(refused, where))
-
-
-def check_section(model: type[BaseModel], given: object, where: str) -> list[Finding]:
-    """Validates values, which are at `where`, as a section of its own."""
-    try:
-        model.model_validate(given)
-    except ValidationError as refused:
-        return list(_findings(refused, where, model))
-    return []
-
-
-def _findings(refused: ValidationError, where: str, root: type[BaseModel] = AppArgs) -> Iterator[Finding]:
-    for one in refused.errors(include_url=False, include_context=False):
-        loc = one["loc"]
-        place = _path((where, *loc))
-        if one["type"] in UNKNOWN:
-            yield error(place, f"There is no such option. {_instead(loc, root)}")
-        elif loc and loc[0] == "limits":
-            yield error(place, f"{_plain(one['msg'])} {_limit(one['input'])}".strip())
-        else:
-            message = _plain(one["msg"])
-            shown = "" if "Given" in message or loc[:1] == (SECRET,) else given(one["input"])
-            yield error(place, f"{message.rstrip('.')}.{shown}")
-
-
-def _instead(loc: tuple[int | str, ...], root: type[BaseModel]) -> str:
-    """Names the section that has an option of this name, else the nearest name in the same section."""
-    name = str(loc[-1])
-    if root is AppArgs:
-        sections = {key: section_in(annotation) for key, annotation in options(AppArgs).items()}
-        known = {key: set(options(section)) for key, section in sections.items() if section}
-        for key, names in (known | {"limits": set(Limits().flat())}).items():
-            if name in names and key != loc[0]:
-                return f"`{under(key, name)}` is: move it there."
-    return meant(name, _option_names(loc[:-1], root))
-
-
-def _option_names(loc: tuple[int | str, ...], root: type[BaseModel]) -> set[str]:
-    """Returns the names of the options in the section at `loc`."""
-    section: type = root
-    for key in loc:  # a key that is no option is the name of a template: its section is the value of a mapping
-        section = section_in(options(section).get(str(key))) or section
-    return set(options(section))
-
-
-def _limit(given: object) -> str:
-    known = Limits().flat()
-    wrong = [name for name in given if name not in known] if isinstance(given, dict) else []
-    return meant(wrong[0], known) if wrong else ""
-
-
-def _plain(message: str) -> str:
-    """Removes what pydantic puts in front of a validator's own message."""
-    return message.removeprefix("Value error, ")
-
-
-def _path(loc: tuple[int | str, ...]) -> str:
-    where = ""
-    for key in loc:
-        where = under(where, key)
-    return where
-
-
-def given(value: object) -> str:
-    """Repeats a value that is short."""
-    return f" Given: {value!r}." if isinstance(value, bool | int | float | str) and len(str(value)) <= 80 else ""

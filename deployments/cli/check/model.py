@@ -1,6 +1,5 @@
-"""Checks the model's folder, templates and memory without reading weights."""
+"""Checks the model's folder and templates, and derives its memory, without reading weights."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,9 @@ import torch
 
 from deployments.api.prompt_formats import compile_chat, decision_prompts
 from deployments.api.rerank_prompt import choose_rerank_prompt
+from deployments.cli.check.arguments import arguments_of
 from deployments.cli.check.findings import Finding, error, under, warning
-from deployments.cli.check.resources import ModelMemory, sized
+from deployments.cli.check.memory import ModelMemory
 from deployments.config.app_args import AppArgs
 from deployments.config.settings import SamplingDefaults
 from engine.model.architectures import architectures_of, is_encoder
@@ -22,6 +22,12 @@ from engine.model.loader import UnsupportedDraft, check_pair
 from engine.model.model_folder import BadCheckpoint, ModelNotFound, find_folder
 from engine.tokenizer.tokenizer import load_tokenizer
 from scoring.prompts.templates import compile_templates
+
+
+def errors_of(config: dict[str, Any]) -> list[Finding]:
+    """Finds the errors of models and prompts that stop a Serve config from starting on this machine."""
+    findings = [one for where, args, _ in arguments_of(config) if args is not None for one in check(args, where)[1]]
+    return [one for one in findings if one.level == "error"]
 
 
 def check(args: AppArgs, where: str) -> tuple[ModelMemory | None, list[Finding]]:
@@ -109,20 +115,6 @@ def _device(name: str) -> str:
         return choose_device(name).type
     except ValueError:  # for another machine
         return name
-
-
-def check_memory(memory: ModelMemory, replicas: int, where: str) -> Iterator[Finding]:
-    """Checks replicas on a CPU against the memory of this machine."""
-    if memory.device != "cpu":
-        return
-    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    wanted = replicas * ((memory.weights or 0) + (memory.kv_pool or 0))
-    if wanted > here:
-        yield warning(
-            under(where, "engine.kv_slots"),
-            f"{replicas} replicas take {sized(wanted)} for weights and KV cache, and this machine has {sized(here)}: "
-            "lower it.",
-        )
 
 
 def _first_line(problem: BaseException) -> str:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from deployments.cli.check import application, document, resources
+from deployments.cli.check.arguments import arguments_of, check_arguments
 from deployments.cli.check.findings import Finding, under
-from deployments.cli.check.resources import DeploymentResources, ModelMemory, sized
+from deployments.cli.check.memory import ModelMemory, check_memory, sized
+from deployments.cli.check.resources import DeploymentResources
 from deployments.config.app_args import AppArgs
 
 
@@ -115,7 +117,7 @@ def _application(
     if findings:
         return None, findings
     inside = under(where, "args")
-    args, found = document.check_arguments(given.get("args") or {}, inside)
+    args, found = check_arguments(given.get("args") or {}, inside)
     if args is None or not known:
         return None, found
     deployed, findings = application.deployments(given, args, where)
@@ -135,7 +137,7 @@ def _model(args: AppArgs, where: str, replicas: int) -> Any:
     from deployments.cli.check import model
 
     memory, findings = model.check(args, where)
-    more: Iterator[Finding] = model.check_memory(memory, replicas, where) if memory else iter(())
+    more: Iterator[Finding] = check_memory(memory, replicas, where) if memory else iter(())
     return memory, [*findings, *more]
 
 
@@ -145,21 +147,12 @@ def _here() -> resources.MachineResources:
     return resources.MachineResources(cpus=max(MIN_CPUS, os.cpu_count() or 1), gpus=torch.cuda.device_count())
 
 
-def errors_of(config: dict[str, Any], *, of_model: bool) -> list[Finding]:
-    """Finds the errors that stop a config from starting on this machine, or open it to others, without building it.
-
-    Args:
-        config: a Serve config.
-        of_model: whether to look for those of models and prompts, which takes torch, or for all others.
-    """
-    findings = [] if of_model else [*document.check_schema(config), *application.check_port(config)]
-    applications = config.get("applications")
-    for index, one in enumerate(applications if isinstance(applications, list) else []):
-        if isinstance(one, dict) and one.get("import_path") == application.IMPORT_PATH:
-            where = under(under("applications", index), "args")
-            args, found = document.check_arguments(one.get("args") or {}, where)
-            if not of_model:
-                findings += found
-            if args is not None:
-                findings += _model(args, where, 1)[1] if of_model else application.check_exposure(config, args, where)
+def errors_of(config: dict[str, Any]) -> list[Finding]:
+    """Finds the errors that stop a Serve config from starting on this machine, or open it to others, without building
+    it. Those of models and prompts, which take torch, are found by `check.model.errors_of`."""
+    findings = [*document.check_schema(config), *application.check_port(config)]
+    for where, args, found in arguments_of(config):
+        findings += found
+        if args is not None:
+            findings += application.check_exposure(config, args, where)
     return [one for one in findings if one.level == "error"]

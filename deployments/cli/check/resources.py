@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from deployments.cli.check.application import DeploymentOptions
 from deployments.cli.check.findings import Finding, error, under, warning
@@ -26,15 +26,6 @@ class MachineResources:
 
     cpus: int
     gpus: int
-
-
-class ModelMemory(NamedTuple):
-    """Holds the bytes that one replica needs, computed from config.json and the headers of the weights' files."""
-
-    weights: int | None  # None for random weights
-    kv_of_token: int
-    kv_pool: int | None  # None: the memory that is left
-    device: str
 
 
 def resources_of(deployed: DeploymentOptions) -> DeploymentResources:
@@ -97,8 +88,3 @@ def check_machine(parts: list[DeploymentResources], machine: MachineResources) -
         yield warning(
             "", f"It needs {cpus:g} logical CPUs and `assay serve` has {machine.cpus} here: Ray would wait forever."
         )
-
-
-def sized(size: int) -> str:
-    """Renders a number of bytes."""
-    return f"{size / 2**30:,.3g} GiB" if size >= 2**30 else f"{size / 2**20:,.3g} MiB"

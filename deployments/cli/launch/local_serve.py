@@ -28,6 +28,7 @@ import yaml
 from deployments.cli.launch import haproxy, ray_env
 from deployments.cli.launch.listening_ports import listeners
 from deployments.cli.launch.model_check import ModelCheck
+from deployments.garbage_collection import paused
 
 if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
@@ -80,9 +81,10 @@ class LocalService:
         with self.prepared() as folder:
             model_check = ModelCheck(self.config)
             try:
-                from deployments.cli.check import report  # it imports Ray, which must find its environment
+                with paused():  # it imports Ray, which must find its environment
+                    from deployments.cli.check import report
 
-                self._refuse(report.errors_of(self.config, of_model=False))
+                self._refuse(report.errors_of(self.config))
                 file = folder / "config.yaml"
                 file.write_text(yaml.safe_dump(self.config, sort_keys=False), "utf-8")
                 _serve(file, self.urls, self.name, lambda: self._refuse(model_check.errors()))

@@ -8,6 +8,8 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
+from deployments.garbage_collection import paused
+
 
 class ModelCheck:
     """Represents a check that has begun. `stop` ends it."""
@@ -36,6 +38,7 @@ class ModelCheck:
 
 def _send_errors(config: dict[str, Any], errors: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent gets it too, and ends this process
-    from deployments.cli.check import report
+    with paused():  # most of it is the import of torch and of the model library
+        from deployments.cli.check import model
 
-    errors.send([str(error) for error in report.errors_of(config, of_model=True)])
+        errors.send([str(error) for error in model.errors_of(config)])

@@ -326,9 +326,9 @@ def test_the_plan_counts_weights_as_they_are_held(check: Check) -> None:
 
 
 def test_words_of_secrets_are_not_repeated() -> None:
-    from deployments.cli.check import document as schema
+    from deployments.cli.check import arguments
 
-    assert schema.given("x" * 81) == "" and schema.given({"key": 1}) == "" and schema.given(3) == " Given: 3."
+    assert arguments.given("x" * 81) == "" and arguments.given({"key": 1}) == "" and arguments.given(3) == " Given: 3."
 
 
 def test_the_unknown_key_walk_sees_what_rays_own_validation_does_not() -> None:

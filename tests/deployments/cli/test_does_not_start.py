@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoModel, BertConfig
 
-from deployments.cli.check import report
+from deployments.cli.check import model as check_model
 from deployments.cli.launch import local_serve, ray_env
 from engine.config import EngineConfig, ModelConfig
 from engine.model.loader import load_model
@@ -129,7 +129,7 @@ class CheckHere:
         self._config = config
 
     def errors(self) -> list[str]:
-        return [str(error) for error in report.errors_of(self._config, of_model=True)]
+        return [str(error) for error in check_model.errors_of(self._config)]
 
     def stop(self) -> None: ...
 
