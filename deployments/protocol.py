@@ -5,7 +5,7 @@ A call carries requests of `engine.requests` as they are; this module defines th
 Shape legend: P prompt tokens, N rows, L labels, W wanted tokens of all rows, T most probable tokens, C chosen ids.
 """
 
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -284,6 +284,6 @@ class Backend(Protocol):
         """Returns the body of /readyz: `status`, `replicas_ready`, `replicas_total` and `canary_age_s`."""
         ...
 
-    async def metrics(self) -> bytes:
-        """Returns the Prometheus text of every replica and every ingress, merged."""
+    async def metrics(self) -> Sequence[bytes]:
+        """Returns the Prometheus text of every replica and every ingress, merged, in pieces."""
         ...

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.api.json_answer import AnswerTooLarge, JsonResponse, encode
+from deployments.api.json_answer import AnswerTooLarge, PieceResponse, encode
 from deployments.api.json_body import read_object
 from deployments.api.json_pieces import JsonLimits
 from deployments.api.middleware import Answer, internal_error
@@ -230,7 +230,7 @@ class RequestHandler:
             except AnswerTooLarge:
                 message = f"The answer must be at most {maximum} bytes (`limits.max_answer_bytes`). Ask for less."
                 raise ApiError("request_too_large", message) from None
-        return JsonResponse(pieces)
+        return PieceResponse(pieces)
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -1,10 +1,10 @@
-"""Writes a large answer as JSON in pieces: other threads run between two of them, and a client takes them one by one.
+"""Writes a large answer in pieces: other threads run between two of them, and a client takes them one by one.
 
 The encoder holds the interpreter for as long as one call takes. An answer of 30 MB in one call would stop the event
 loop for a tenth of a second and more, whichever thread writes it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -102,13 +102,11 @@ def _json(value: object) -> bytes:
     return to_json(value, inf_nan_mode="null")
 
 
-class JsonResponse(Response):
-    """Sends an answer of `encode` piece by piece, with its length."""
+class PieceResponse(Response):
+    """Sends an answer piece by piece, with its length."""
 
-    media_type = "application/json"
-
-    def __init__(self, pieces: list[bytes]) -> None:
-        super().__init__(None)
+    def __init__(self, pieces: Sequence[bytes], media_type: str = "application/json") -> None:
+        super().__init__(None, media_type=media_type)
         self._pieces = pieces
         self.headers["content-length"] = str(sum(map(len, pieces)))
 

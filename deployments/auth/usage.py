@@ -5,7 +5,7 @@ Each ingress counts for itself and enforces its share.
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -220,7 +220,7 @@ class MeteredBackend:
     def readiness(self) -> dict[str, object]:
         return self._backend.readiness()
 
-    async def metrics(self) -> bytes:
+    async def metrics(self) -> Sequence[bytes]:
         return await self._backend.metrics()
 
     @contextlib.contextmanager

@@ -37,11 +37,11 @@ class MetricsScraper:
         self._metrics = metrics
         self._args = args
         self._clock = clock
-        self._running: asyncio.Task[bytes] | None = None
-        self._last = (-float("inf"), b"")
+        self._running: asyncio.Task[list[bytes]] | None = None
+        self._last: tuple[float, list[bytes]] = (-float("inf"), [])
 
-    async def text(self) -> bytes:
-        """Returns the exposition of all processes."""
+    async def text(self) -> list[bytes]:
+        """Returns the exposition of all processes, in pieces."""
         made, text = self._last
         if self._clock() - made < self._args.cache_s:
             return text
@@ -50,12 +50,12 @@ class MetricsScraper:
             self._running.add_done_callback(self._ended)
         return await asyncio.shield(self._running)  # a client that disconnects must not cancel it for the others
 
-    def _ended(self, task: "asyncio.Task[bytes]") -> None:
+    def _ended(self, task: "asyncio.Task[list[bytes]]") -> None:
         self._running = None
         if not task.cancelled() and task.exception() is None:
             self._last = (self._clock(), task.result())
 
-    async def _scrape(self) -> bytes:
+    async def _scrape(self) -> list[bytes]:
         answers = await asyncio.gather(
             self._replicas("collect", self._args.timeout_s), self._ingresses("collect", self._args.timeout_s)
         )

@@ -175,7 +175,7 @@ class Dispatcher:
     def readiness(self) -> dict[str, object]:
         return self._health.readiness()
 
-    async def metrics(self) -> bytes:
+    async def metrics(self) -> Sequence[bytes]:
         return await self._scrape.text()
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,8 +41,8 @@ class ReplicaBackend:
     def readiness(self) -> dict[str, object]:
         return {"status": "ready", "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.0}
 
-    async def metrics(self) -> bytes:
-        return b""
+    async def metrics(self) -> Sequence[bytes]:
+        return []
 
     async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
         self.tasks.append(request)

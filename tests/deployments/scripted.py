@@ -1,7 +1,7 @@
 """A backend that answers from a script: what the routes are tested over where no model matters."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,8 +70,8 @@ class ScriptedBackend:
     def readiness(self) -> dict[str, object]:
         return {"status": self.status, "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.5}
 
-    async def metrics(self) -> bytes:
-        return b"assay_requests_total 1\n"
+    async def metrics(self) -> Sequence[bytes]:
+        return [b"assay_requests_total 1\n"]
 
     async def score(self, task: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
         self.score_tasks.append(task)

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -58,8 +58,8 @@ class EngineBackend:
     def readiness(self) -> dict[str, object]:
         return {"status": "ready", "replicas_ready": 1, "replicas_total": 1, "canary_age_s": 0.0}
 
-    async def metrics(self) -> bytes:
-        return b""
+    async def metrics(self) -> Sequence[bytes]:
+        return []
 
     async def score(self, request: ScoreRequest, all_or_nothing: bool = False) -> ScoreResult:
         try:

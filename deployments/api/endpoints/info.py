@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from deployments.api.endpoints.pair_scores import pair_source
 from deployments.api.handler import RequestHandler, model_not_found
+from deployments.api.json_answer import PieceResponse
 from deployments.api.request_context import RequestContext
 from deployments.errors import ApiError
 from deployments.protocol import ModelCard
@@ -88,4 +89,4 @@ async def version(handler: RequestHandler, context: RequestContext) -> Response:
 
 async def metrics(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers GET /metrics."""
-    return Response(await handler.backend.metrics(), headers={"content-type": METRICS_TYPE})
+    return PieceResponse(await handler.backend.metrics(), METRICS_TYPE)
