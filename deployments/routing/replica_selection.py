@@ -107,12 +107,12 @@ class ReplicaSelector:
         if not len(order):
             return ()
         ahead = loads[order]
-        bound = BALANCE * float(ahead.mean()) + self._router.max_imbalance_tokens
+        bound = BALANCE * float(ahead.sum()) / len(ahead) + self._router.max_imbalance_tokens
         waited_for = np.maximum(ahead - steps_s * rates[order], 0.0) if steps_s else ahead
         best = self._best(waited_for, key, cacheable)
         if best:
             for places in (order, ahead):
-                places[: best + 1] = np.roll(places[: best + 1], 1)
+                places[: best + 1] = places[[best, *range(best)]]
         over = ahead > bound
         if over.any():
             busy = order[over]
