@@ -53,8 +53,8 @@ THROUGHPUT = {
 ONE_MACHINE = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5"}
 # HAProxy sends a request again, to another ingress, if its ingress died before it answered: answers are functions of
 # their requests. A request that is larger than the buffer is not kept, and the whole buffer is copied for each, full or
-# not: at 256 KiB that is a third of what HAProxy does for a small one, and 600 that come together take it 0.66 s in
-# place of 0.23 s, and 183 MB in place of 65. HAProxy prefers the ingress with the fewest connections, which is the dead
+# not: at 256 KiB that is a third of what HAProxy does for a small one, and 600 that come together take it 0.66 s and
+# 183 MB; at 64 KiB 0.23 s and 65 MB. HAProxy prefers the ingress with the fewest connections, which is the dead
 # one until one of them is refused. A kept connection that is dead too costs a try, and tells HAProxy nothing; a request
 # without tries left is closed without an answer. And an HAProxy that was replaced may know of the dead ingress alone:
 # with three refusals before it turns to its backup, 14 of 3,414 requests among 40 kills used all of five tries more;
