@@ -107,7 +107,7 @@ class PieceResponse(Response):
 
     def __init__(self, pieces: Sequence[bytes], media_type: str = "application/json") -> None:
         super().__init__(None, media_type=media_type)
-        self._pieces = pieces
+        self._pieces = pieces or [b""]  # an answer ends with its last piece
         self.headers["content-length"] = str(sum(map(len, pieces)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
