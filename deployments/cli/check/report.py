@@ -148,8 +148,10 @@ def _here() -> resources.MachineResources:
 
 
 def errors_of(config: dict[str, Any]) -> list[Finding]:
-    """Finds the errors that stop a Serve config from starting on this machine, or open it to others, without building
-    it. Those of models and prompts, which take torch, are found by `check.model.errors_of`."""
+    """Finds the errors that stop a Serve config from starting on this machine, or open it to others.
+
+    Nothing is built. `check.model.errors_of` finds those of models and prompts, which takes torch.
+    """
     findings = [*document.check_schema(config), *application.check_port(config)]
     for where, args, found in arguments_of(config):
         findings += found
