@@ -49,6 +49,8 @@ SERVES_OWN = "/-/"  # paths that its proxy answers itself
 
 ROUNDS = 4  # of the event loop, between two requests that begin
 MAX_AHEAD = 64  # requests that have begun in Serve's proxy and not in an ingress
+SHARED_AHEAD = 16  # the same, while several keys have requests
+SHARED_S = 1.0  # for so long several keys have requests after one came that was not of the key of the one before
 MAX_AHEAD_S = 1.0  # after which one holds back no others: an ingress may be frozen, and other applications tell nothing
 LONG_S = 0.01  # after which the next one begins with the next round, however few there were: the loop has much to do
 
@@ -94,13 +96,16 @@ class FairTurns:
     because hundreds of requests are under way. Another loop begins anew.
 
     Where another process takes what begins here, in the order in which it comes, a bound on what it has not begun yet
-    keeps the others in the queues here.
+    keeps the others in the queues here. It costs a message for each request, so it is low only while there are others.
     """
 
-    def __init__(self, max_ahead: float = math.inf) -> None:
-        """`max_ahead`: requests that begin here before `passed` is called for one of them."""
-        self._max_ahead = max_ahead
+    def __init__(self, max_ahead: float = math.inf, shared_ahead: float = math.inf) -> None:
+        """`max_ahead`: requests that begin here before `passed` is called for one of them; `shared_ahead`: while
+        requests of several tenants come."""
+        self._bounds = max_ahead, min(max_ahead, shared_ahead)
         self._ahead = 0
+        self._last: Hashable = None  # the tenant that came last
+        self._shared_until = -math.inf  # on the loop's clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant first
         self._left = 0  # rounds until the next request may begin
@@ -114,7 +119,10 @@ class FairTurns:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._loop, self._left, self._ahead = loop, 0, 0
+            self._last, self._shared_until = tenant, -math.inf
             self._queues.clear()
+        if tenant != self._last:
+            self._last, self._shared_until = tenant, loop.time() + SHARED_S
         if not self._left and self._ahead < self._max_ahead:
             self._ahead += 1
             self._wait_rounds(loop)
@@ -129,9 +137,19 @@ class FairTurns:
             raise
 
     @property
+    def shared(self) -> bool:
+        """Whether requests of several tenants come."""
+        return self._loop is not None and self._loop.time() < self._shared_until
+
+    @property
+    def _max_ahead(self) -> float:
+        return self._bounds[self.shared]
+
+    @property
     def many_ahead(self) -> bool:
-        """Whether half of what may be ahead is: those that begin now are worth a message when they pass."""
-        return self._ahead > self._max_ahead / 2
+        """Whether those that begin now are worth a message when they pass: tenants wait for each other, or half of what
+        may be ahead is."""
+        return self.shared or self._ahead > self._max_ahead / 2
 
     def passed(self) -> None:
         """Notes that one that began here has begun in the next process, or will not."""
@@ -181,7 +199,7 @@ class ProxyMiddleware:
         self._app = app
         self._added = [] if watched else [UNWATCHED]
         self._in_proxy = watched  # an application gives turns itself, once it knows the key, and trims its own heaps
-        self._turns = FairTurns(MAX_AHEAD)
+        self._turns = FairTurns(MAX_AHEAD, SHARED_AHEAD)
         self._memory = TrimAfterLarge(collect=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

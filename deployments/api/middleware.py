@@ -102,7 +102,7 @@ class RequestMiddleware:
         self._requests = 0  # in flight with a body
         self._body_bytes = 0
         self._refusals = RefusalLog()
-        self._turns = FairTurns()
+        self._turns, self._answer_turns = FairTurns(), FairTurns()
         self._memory = TrimAfterLarge()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -209,6 +209,8 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
         else:
             response = await answer(context, receive)
+            if self._turns.shared:  # a step of the engine ends hundreds of requests of one key together
+                await self._answer_turns.take(context.tenant)
             await response(scope, receive, send)
 
     def _check_headers(self, headers: Headers, context: RequestContext) -> int | None:

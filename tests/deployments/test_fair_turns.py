@@ -7,8 +7,18 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Message, Receive, Scope, Send
 
+from deployments import proxy_middleware
+from deployments.api.middleware import RequestMiddleware
+from deployments.api.request_context import RequestContext
 from deployments.app import SWITCH_S
+from deployments.auth.api_keys import ApiKey
+from deployments.auth.authenticator import Authenticator
+from deployments.config.settings import ApiSettings
+from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.proxy_middleware import LONG_S, ROUNDS, FairTurns
 
 MANY = 300
@@ -187,3 +197,96 @@ async def test_where_a_round_takes_long_the_next_request_begins_with_it() -> Non
         time.sleep(LONG_S)
         rounds += 1
     assert rounds <= 3 < ROUNDS
+
+
+async def most_ahead(turns: FairTurns, tenants: list[str]) -> int:
+    """How many of these begin before one passes."""
+    tasks = [asyncio.create_task(turns.take(tenant)) for tenant in tenants]
+    for _ in range(len(tasks) * 2 * ROUNDS):
+        await asyncio.sleep(0)
+    began = sum(task.done() for task in tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return began
+
+
+@pytest.mark.risk("R17")
+async def test_fewer_may_be_ahead_while_requests_of_several_tenants_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_middleware, "SHARED_S", 60.0)
+    assert await most_ahead(FairTurns(20, 4), ["a"] * 30) == 20
+    both = FairTurns(20, 4)
+    assert await most_ahead(both, ["a", "b"] * 15) == 4
+    assert both.shared and both.many_ahead
+
+
+@pytest.mark.risk("R17", planted=True)
+async def test_tenants_that_no_bound_notices_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_middleware, "SHARED_S", -1.0)
+    turns = FairTurns(20, 4)
+    assert await most_ahead(turns, ["a", "b"] * 15) == 20
+    assert not turns.shared
+
+
+async def answered(monkeypatch: pytest.MonkeyPatch, tenants: list[str]) -> list[str]:
+    """The tenants in the order of their answers, which are ready together; each keeps the loop as it is sent."""
+    ready, found = asyncio.Event(), list[str]()
+
+    async def answer(context: RequestContext, receive: Receive) -> Response:
+        await ready.wait()
+        return Sent(context.tenant, found)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send(message: Message) -> None: ...
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    access = Authenticator()
+    monkeypatch.setattr(access, "identify", lambda headers, route: ApiKey(name=headers[0][1].decode(), digest=b""))
+    service = RequestMiddleware(
+        app,
+        settings=ApiSettings(),
+        observer=IngressMetrics(),
+        router=Router([Route("/v1/completions", lambda request: None, methods=["POST"])]),
+        answers={("POST", "/v1/completions"): answer},
+        access=access,
+        check_open=lambda timeout_s, tenant: None,
+    )
+    async with asyncio.TaskGroup() as group:
+        for tenant in tenants:
+            headers = [(b"authorization", tenant.encode()), (b"content-type", b"application/json")]
+            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+            group.create_task(service(scope, receive, send))
+            for _ in range(4 * ROUNDS):  # until it has begun
+                await asyncio.sleep(0)
+        ready.set()
+    return found
+
+
+class Sent(Response):
+    """Notes a tenant as its answer begins."""
+
+    def __init__(self, tenant: str, found: list[str]) -> None:
+        super().__init__()
+        self._tenant, self._found = tenant, found
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._found.append(self._tenant)
+        time.sleep(BEGINNING_S)
+
+
+@pytest.mark.risk("R17", figure="beside 300 answers of another key that were ready before it, an answer is sent third")
+async def test_an_answer_leaves_beside_hundreds_of_another_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_middleware, "SHARED_S", 60.0)
+    found = await answered(monkeypatch, ["light", *["heavy"] * MANY, "light"])
+    assert len(found) == MANY + 2
+    assert [place for place, tenant in enumerate(found) if tenant == "light"] == [0, 2]
+
+
+@pytest.mark.risk("R17", planted=True)
+async def test_answers_in_the_order_of_their_requests_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_middleware, "SHARED_S", -1.0)
+    found = await answered(monkeypatch, ["light", *["heavy"] * MANY, "light"])
+    assert found.index("light", 1) == MANY + 1

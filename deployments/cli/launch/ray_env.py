@@ -17,12 +17,17 @@ PROXY_CALLBACK = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.prox
 # A replica that fails its health checks is killed. Serve would wait for `drain` to pass, while a frozen process holds
 # its device and its memory.
 KILL_UNHEALTHY = {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
+# Serve's proxy has one event loop. With a second one in a thread of its own, to choose the ingress, a request waits for
+# the interpreter's lock several times, up to 5 ms each time, while the other loop has much to do. (Ingresses keep the
+# thread for their code: without it default mode serves a fifth fewer small requests.)
+ONE_LOOP = {"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 # Bodies and answers travel in the messages of calls. Ray puts larger ones into its object store, whose pages stay with
 # each process that has touched them, and which writes to disk what does not fit.
 INLINE = dict.fromkeys(("RAY_max_direct_call_object_size", "RAY_task_rpc_inlined_bytes_limit"), str(INLINE_BYTES))
 LOCAL = (
     PROXY_CALLBACK
     | KILL_UNHEALTHY
+    | ONE_LOOP
     | INLINE
     | {
         "RAY_USAGE_STATS_ENABLED": "0",
