@@ -5,6 +5,7 @@ Reading a model's files takes torch: seconds to import, and hundreds of megabyte
 
 import multiprocessing
 import signal
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,7 +19,13 @@ class ModelCheck:
         processes = multiprocessing.get_context("spawn")
         self._errors, errors = processes.Pipe(duplex=False)
         self._process = processes.Process(target=_send_errors, args=(config, errors), daemon=True)
-        self._process.start()
+        # The process inherits the mask: an interrupt of the terminal, which both get, is the parent's to act upon.
+        resource_tracker.ensure_running()  # the first process starts it, which lifts the mask
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         errors.close()
 
     def errors(self) -> list[str]:
@@ -37,7 +44,6 @@ class ModelCheck:
 
 
 def _send_errors(config: dict[str, Any], errors: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent gets it too, and ends this process
     with paused():  # most of it is the import of torch and of the model library
         from deployments.cli.check import model
 

@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -143,6 +144,15 @@ def test_a_check_that_dies_is_an_error() -> None:
     check._process.kill()
     assert check.errors() == ["error: the check of the model ended with status -9."]
     check.stop()
+
+
+def test_an_interrupt_that_the_check_gets_too_does_not_end_it() -> None:
+    check = ModelCheck(local_serve.read(CPU))
+    os.kill(check._process.pid or 0, signal.SIGINT)  # while Python starts in it
+    assert check.errors() == []
+    os.kill(check._process.pid or 0, signal.SIGINT)
+    check.stop()
+    assert check._process.exitcode in (0, -signal.SIGTERM)
 
 
 def test_fast_mode_is_refused_without_rays_token(monkeypatch: pytest.MonkeyPatch) -> None:
