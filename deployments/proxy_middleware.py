@@ -51,6 +51,7 @@ ROUNDS = 4  # of the event loop, between two requests that begin
 MAX_AHEAD = 64  # requests that have begun in Serve's proxy and not in an ingress
 SHARED_AHEAD = 16  # the same, while several keys have requests
 SHARED_S = 1.0  # for so long several keys have requests after one came that was not of the key of the one before
+TOLD = 4  # of so many requests that begin one after another, the last one says for all that an ingress has begun it
 MAX_AHEAD_S = 1.0  # after which one holds back no others: an ingress may be frozen, and other applications tell nothing
 LONG_S = 0.01  # after which the next one begins with the next round, however few there were: the loop has much to do
 
@@ -96,7 +97,7 @@ class FairTurns:
     because hundreds of requests are under way. Another loop begins anew.
 
     Where another process takes what begins here, in the order in which it comes, a bound on what it has not begun yet
-    keeps the others in the queues here. It costs a message for each request, so it is low only while there are others.
+    keeps the others in the queues here. It costs messages, so it is low only while there are others.
     """
 
     def __init__(self, max_ahead: float = math.inf, shared_ahead: float = math.inf) -> None:
@@ -200,6 +201,7 @@ class ProxyMiddleware:
         self._added = [] if watched else [UNWATCHED]
         self._in_proxy = watched  # an application gives turns itself, once it knows the key, and trims its own heaps
         self._turns = FairTurns(MAX_AHEAD, SHARED_AHEAD)
+        self._untold: list[_Place] = []
         self._memory = TrimAfterLarge(collect=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -221,8 +223,9 @@ class ProxyMiddleware:
             await self._app(named, receive, send)
             return
         await self._turns.take(next((value for name, value in headers if name == b"authorization"), b""))
-        named[SCOPE_TELL] = self._turns.many_ahead
-        sent = _Passing(send, self._turns)
+        places = self._places()
+        named[SCOPE_TELL] = len(places) > 1
+        sent = _Passing(send, places)
         late = asyncio.get_running_loop().call_later(MAX_AHEAD_S, sent.passed)
         try:
             await self._app(named, receive, sent)
@@ -232,15 +235,41 @@ class ProxyMiddleware:
             if max(_declared_bytes(headers), sent.largest) >= LARGE_BYTES:
                 self._memory.ended()
 
+    def _places(self) -> "list[_Place]":
+        """Returns the places that a request gives free as it begins in an ingress: its own, and, where many are ahead,
+        for the last of every `TOLD` requests those of the others, which began before it."""
+        place = _Place(self._turns)
+        if not self._turns.many_ahead:
+            return [place]
+        self._untold.append(place)
+        if len(self._untold) < TOLD:
+            return [place]
+        places, self._untold = self._untold, []
+        return places
+
+
+class _Place:
+    """Holds a request's place among those that no ingress has begun, until it has passed."""
+
+    __slots__ = ("_turns",)
+
+    def __init__(self, turns: FairTurns) -> None:
+        self._turns: FairTurns | None = turns
+
+    def passed(self) -> None:
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            turns.passed()
+
 
 class _Passing:
     """Passes an answer on, keeps the bytes of its largest message, and says when the request has begun elsewhere."""
 
-    __slots__ = ("_send", "_turns", "largest")
+    __slots__ = ("_places", "_send", "largest")
 
-    def __init__(self, send: Send, turns: FairTurns) -> None:
+    def __init__(self, send: Send, places: list[_Place]) -> None:
         self._send = send
-        self._turns: FairTurns | None = turns  # until the request has passed
+        self._places = places  # until the request has passed
         self.largest = 0
 
     def __call__(self, message: Message) -> Awaitable[None]:
@@ -251,9 +280,9 @@ class _Passing:
         return self._send(message)
 
     def passed(self) -> None:
-        turns, self._turns = self._turns, None
-        if turns is not None:
-            turns.passed()
+        places, self._places = self._places, []
+        for place in places:
+            place.passed()
 
 
 async def _nothing() -> None: ...
