@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from deployments.cli.launch.ray_env import KILL_UNHEALTHY, ONE_LOOP, PROXY_CALLBACK
+from deployments.cli.launch.ray_env import KILL_UNHEALTHY, PROXY_CALLBACK
 from tests.served import CHOSEN_LINK
 from tests.support.ports import free_port
 
@@ -31,7 +31,6 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     **PROXY_CALLBACK,
     **KILL_UNHEALTHY,
-    **ONE_LOOP,
 )
 
 
