@@ -148,9 +148,9 @@ class FairTurns:
 
     @property
     def many_ahead(self) -> bool:
-        """Whether those that begin now are worth a message when they pass: tenants wait for each other, or half of what
-        may be ahead is."""
-        return self.shared or self._ahead > self._max_ahead / 2
+        """Whether those that begin now are worth a message when they pass: half of what may be ahead is, or a quarter
+        where tenants wait for each other."""
+        return self._ahead > self._max_ahead / (4 if self.shared else 2)
 
     def passed(self) -> None:
         """Notes that one that began here has begun in the next process, or will not."""
