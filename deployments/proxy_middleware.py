@@ -150,7 +150,8 @@ class FairTurns:
     def many_ahead(self) -> bool:
         """Whether those that begin now are worth a message when they pass: half of what may be ahead is, or a quarter
         where tenants wait for each other."""
-        return self._ahead > self._max_ahead / (4 if self.shared else 2)
+        alone, shared = self._bounds
+        return self._ahead > (shared / 4 if self.shared else alone / 2)
 
     def passed(self) -> None:
         """Notes that one that began here has begun in the next process, or will not."""

@@ -248,14 +248,14 @@ def test_an_interrupt_ends_all_that_it_started(tmp_path: Path) -> None:
         assert fast.process.wait(END_S) == 0
         print(f"ended after {time.monotonic() - start:.1f} s")
     until = time.monotonic() + 20
-    while (any(map(alive, started)) or _with(config)) and time.monotonic() < until:
+    while (any(map(alive, started)) or _processes_of(config)) and time.monotonic() < until:
         time.sleep(0.1)
     assert not [(pid, cmdline(pid)) for pid in started if alive(pid)]
     assert not config.parents[1].exists()
-    assert not _with(config)
+    assert not _processes_of(config)
 
 
-def _with(config: Path) -> list[int]:
+def _processes_of(config: Path) -> list[int]:
     """The processes with this configuration: also an HAProxy that was started while the service ended."""
     return [process.pid for process in psutil.process_iter() if str(config) in " ".join(_words(process))]
 

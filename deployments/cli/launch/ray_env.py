@@ -18,8 +18,9 @@ PROXY_CALLBACK = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.prox
 # its device and its memory.
 KILL_UNHEALTHY = {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
 # Serve's proxy has one event loop. With a second one in a thread of its own, to choose the ingress, a request waits for
-# the interpreter's lock several times, up to 5 ms each time, while the other loop has much to do. (Ingresses keep the
-# thread for their code: without it default mode serves a fifth fewer small requests.)
+# the interpreter's lock several times, up to 5 ms each time, while the other loop has much to do. The handles of an
+# ingress then choose replicas in the ingress's loop, too. (Ingresses keep the thread for their code: without it default
+# mode serves up to a fifth fewer small requests.)
 ONE_LOOP = {"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 # Bodies and answers travel in the messages of calls. Ray puts larger ones into its object store, whose pages stay with
 # each process that has touched them, and which writes to disk what does not fit.

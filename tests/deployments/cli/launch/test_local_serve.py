@@ -148,9 +148,11 @@ def test_a_check_that_dies_is_an_error() -> None:
 
 def test_an_interrupt_that_the_check_gets_too_does_not_end_it() -> None:
     check = ModelCheck(local_serve.read(CPU))
-    os.kill(check._process.pid or 0, signal.SIGINT)  # while Python starts in it
+    pid = check._process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGINT)  # while Python starts in it
     assert check.errors() == []
-    os.kill(check._process.pid or 0, signal.SIGINT)
+    os.kill(pid, signal.SIGINT)
     check.stop()
     assert check._process.exitcode in (0, -signal.SIGTERM)
 
