@@ -54,6 +54,7 @@ class ModelRunner:
             )
         if self.proposer is not None:
             self.proposer.warm_up(progress)  # captures what the sampler launches, so it comes after it
+        self.model.warm_up_contexts(progress)
 
     def launch(self, step: Step) -> None:
         """Launches a step and sets its `result`. On CUDA it returns before the device has computed it."""

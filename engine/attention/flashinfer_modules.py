@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from threading import Thread
+from threading import Thread, get_native_id
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ NO_POSITIONS = 0  # attention receives rotated queries and keys
 ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"
 MAX_CONCURRENT_BUILDS: Final = 16
 COMPILERS_A_CORE: Final = 2  # they take a GB or more each; with one a core, cores would be idle at the end
+NICENESS: Final = 5  # of all compilers but those of the slowest module, which is needed last and compiles for longest
 SLOWEST: Final = ("contexts", "sampling")  # to compile, the slowest first: started last, they would end late
 
 
@@ -66,6 +67,11 @@ def modules(shapes: Sequence[ModuleShape], sampling: bool) -> Iterator[tuple[str
         yield "sampling", gen_sampling_module()
 
 
+def missing(shapes: Sequence[ModuleShape], sampling: bool) -> list[tuple[str, Any]]:
+    """Returns those of `modules` that are not compiled."""
+    return [(name, module) for name, module in modules(shapes, sampling) if not module.is_compiled]
+
+
 def _for_hopper() -> bool:
     """Returns whether the modules are for GPUs of the Hopper architecture."""
     named = os.environ.get(ARCHITECTURES)
@@ -81,9 +87,13 @@ class Built(NamedTuple):
     error: Exception | None
 
 
-def _build(module: Any) -> Built:
+def _build(module: Any, yields: bool) -> Built:
+    """Compiles a module. `yields`: its compilers give way to those of others."""
     started = time.perf_counter()
     error = None
+    if yields:
+        thread = os.PRIO_PROCESS, get_native_id()  # and what it starts
+        os.setpriority(*thread, max(os.getpriority(*thread), NICENESS))
     try:
         module.build(verbose=False)
     except Exception as raised:  # the others go on
@@ -112,7 +122,8 @@ def build(named: Sequence[tuple[str, Any]], processes: int) -> list[str]:
     os.environ.setdefault("MAX_JOBS", str(_compilers_a_module(files, COMPILERS_A_CORE * cores())))
     failed = []
     with ThreadPoolExecutor(concurrent) as threads:
-        names = {threads.submit(_build, module): name for name, module in sorted(named, key=_place)}
+        ordered = sorted(named, key=_place)
+        names = {threads.submit(_build, module, _place((name, module)) > 0): name for name, module in ordered}
         for done in as_completed(names):
             name, built = names[done], done.result()
             if built.error is None:
@@ -140,8 +151,7 @@ class BackgroundBuild:
 
 def _build_missing(shapes: Sequence[ModuleShape]) -> None:
     try:
-        missing = [(name, module) for name, module in modules(shapes, sampling=False) if not module.is_compiled]
-        if missing:
-            build(missing, min(cores(), MAX_CONCURRENT_BUILDS))
+        if lacking := missing(shapes, sampling=False):
+            build(lacking, min(cores(), MAX_CONCURRENT_BUILDS))
     except Exception as error:  # of the library's own kinds
         log.warning("FlashInfer's modules are compiled at their first use: %s: %s.", type(error).__name__, error)

@@ -413,16 +413,20 @@ class HFModel:
             if self._engine.prefill_graph_tokens and self.head is not None:
                 with timed("prefill graphs", progress):
                     self._capture_prefill(self._decode_graphs)
-        with timed("shared contexts", progress):  # their module takes longest to build, and nothing above needs it
-            if self._attention_build is not None:
-                self._attention_build.wait()
-            self._run_idle_cascade()
         if self.pooling_head is None:
             with timed("likelihoods", progress):
                 self._run_idle_targets()
         if self._engine.numerics == "invariant":
             with timed("served invariance check", progress):
                 self._compare_bits()
+
+    def warm_up_contexts(self, progress: StartupProgress) -> None:
+        """Waits for the attention modules that are still compiled, and runs a step over a shared context, on CUDA."""
+        if self.device.type == "cuda":
+            with timed("shared contexts", progress):
+                if self._attention_build is not None:
+                    self._attention_build.wait()
+                self._run_idle_cascade()
 
     def _compare_bits(self) -> None:
         """Compares steps as they are served, compiled and captured, bit by bit. Nothing else is in the KV storage yet.

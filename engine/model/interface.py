@@ -83,3 +83,7 @@ class CausalLM(Protocol):
     def warm_up(self, progress: StartupProgress) -> None:
         """Compiles and captures what start-up should pay for; reports each stage."""
         ...
+
+    def warm_up_contexts(self, progress: StartupProgress) -> None:
+        """Waits for what steps over shared contexts need and runs one: the last of a start, as it compiles longest."""
+        ...

@@ -114,7 +114,12 @@ class DraftModel:
 
     def warm_up(self, progress: StartupProgress) -> None:
         """Warms up the model and captures the draft graphs. The sampler must be warmed up before."""
-        self._model.warm_up(lambda stage, seconds: progress(f"draft {stage}", seconds))
+
+        def of_draft(stage: str, seconds: float) -> None:
+            progress(f"draft {stage}", seconds)
+
+        self._model.warm_up(of_draft)
+        self._model.warm_up_contexts(of_draft)
         decode_graphs, start = self._model.decode_graphs(), time.perf_counter()
         if decode_graphs is None or not self._sampler.prepare_drafts(NO_ROWS):
             return

@@ -13,15 +13,17 @@ import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from engine.config import EngineConfig
-from engine.model.interface import CausalLM
-from engine.model.lm_head import HeadSpec
 from engine.utils.cpu import cores
 from gpu_sampler.startup_progress import StartupProgress
+
+if TYPE_CHECKING:  # the process that compiles has no use for the library of models, which takes seconds to import
+    from engine.model.interface import CausalLM
+    from engine.model.lm_head import HeadSpec
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ TIMEOUT_S: Final = 300.0
 COMMAND: Final = (sys.executable, "-P", "-m", "engine.warmup.precompile_kernels")
 
 
-def background_compile_for(model: CausalLM, config: EngineConfig) -> "BackgroundCompile":
+def background_compile_for(model: "CausalLM", config: EngineConfig) -> "BackgroundCompile":
     """Returns the compilation of this replica's kernels, or an empty one where there is no GPU or are too few cores."""
     on_gpu = model.device.type == "cuda" and torch.cuda.is_available() and config.sampler.backend != "numpy"
     if not on_gpu or cores() < MIN_CORES:
@@ -41,7 +43,7 @@ def background_compile_for(model: CausalLM, config: EngineConfig) -> "Background
     return BackgroundCompile(arguments_for(model, config, f"{major}.{minor}"))
 
 
-def arguments_for(model: CausalLM, config: EngineConfig, capability: str) -> list[str]:
+def arguments_for(model: "CausalLM", config: EngineConfig, capability: str) -> list[str]:
     """Returns the arguments of `engine.warmup.precompile_kernels` for the kernels that this replica launches."""
     speculation = config.speculation
     drafts = 0 if speculation.method == "none" else speculation.num_speculative_tokens
@@ -60,7 +62,7 @@ def arguments_for(model: CausalLM, config: EngineConfig, capability: str) -> lis
     return [word for pair in given.items() for word in map(str, pair)] + processed + _head_arguments(model.head)
 
 
-def _head_arguments(head: HeadSpec | None) -> list[str]:
+def _head_arguments(head: "HeadSpec | None") -> list[str]:
     if head is None:
         return ["--no-head"]
     found = {"--head-bias": head.bias is not None, "--head-scaled": head.scale != 1.0, "--head-capped": head.softcap}

@@ -3,14 +3,17 @@ image.
 
 It needs nvcc and a C++ compiler, and no GPU: FLASHINFER_CUDA_ARCH_LIST names the architectures ("8.0 9.0a"). A replica
 finds the modules where FLASHINFER_WORKSPACE_BASE and FLASHINFER_CUDA_ARCH_LIST are the same as here. MAX_JOBS bounds
-the compilers of each ninja. Triton's kernels and the compiled decoder layers are compiled as a replica starts, on its
-GPU.
+the compilers of each ninja. A module that is there already stays as it is. Triton's kernels and the compiled decoder
+layers are compiled as a replica starts, on its GPU. `assay serve` runs this command while Ray starts.
 """
 
 import argparse
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
@@ -21,10 +24,14 @@ from engine.attention.flashinfer_modules import (
     MAX_CONCURRENT_BUILDS,
     ModuleShape,
     build,
-    modules,
+    missing,
 )
+from engine.model.model_folder import read_json
 from engine.utils.cpu import cores
 from engine.warmup.precompile_kernels import within
+
+DTYPE: Final = "bfloat16"
+SLIDING: Final = "sliding_attention"  # in `layer_types` of transformers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,15 +43,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    shapes = [ModuleShape(dtype, dim, given.window, given.softcap) for dtype in given.dtypes for dim in given.head_dims]
-    return 1 if build(list(modules(shapes, given.sampling)), given.processes) else 0
+    if given.model is None:
+        pairs = itertools.product(given.dtypes or [DTYPE], given.head_dims)
+        shapes = [ModuleShape(dtype, dim, given.window, given.softcap) for dtype, dim in pairs]
+    else:
+        shapes = shapes_of(read_json(given.model / "config.json"), given.dtypes)
+    return 1 if build(missing(shapes, given.sampling), given.processes) else 0
+
+
+def shapes_of(config: Mapping[str, Any], dtypes: Sequence[str] | None) -> list[ModuleShape]:
+    """Returns the shapes that the layers of a model probably have, by its config.json: a start-up asks the layers.
+
+    `dtypes`: None for the model's own.
+    """
+    text = config.get("text_config") or config
+    own = str(text.get("dtype") or text.get("torch_dtype"))
+    dtypes = dtypes or [own if own in DTYPES else DTYPE]
+    width = text.get("head_dim") or text.get("hidden_size", 0) // text.get("num_attention_heads", 1)
+    dims = [dim for dim in HEAD_DIMS if 0 < width <= dim][:1]
+    slides = bool(text.get("sliding_window")) and text.get("use_sliding_window", True)
+    kinds = text.get("layer_types") or [SLIDING if slides else "full_attention"]
+    windows, softcap = sorted({kind == SLIDING for kind in kinds}), bool(text.get("attn_logit_softcapping"))
+    return [ModuleShape(*shape, softcap) for shape in itertools.product(dtypes, dims, windows)]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m engine.warmup.precompile_flashinfer", description="Compiles FlashInfer's modules."
     )
-    parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["bfloat16"])
+    parser.add_argument("--model", type=Path, help="a folder: head dims, windows and soft caps as its config.json says")
+    parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), help=f"by default the model's, else {DTYPE}")
     parser.add_argument("--head-dims", nargs="+", type=int, choices=HEAD_DIMS, default=[64, 128])
     parser.add_argument("--window", action="store_true", help="for models with sliding windows")
     parser.add_argument("--softcap", action="store_true", help="for models that cap their attention logits")

@@ -139,6 +139,8 @@ class ToyModel:
     def warm_up(self, progress: StartupProgress) -> None:
         progress("toy", 0.0)
 
+    def warm_up_contexts(self, progress: StartupProgress) -> None: ...
+
     def forget(self, slots: Int32s) -> None:
         """Poisons pool slots that became free."""
         self._pool[slots] = UNWRITTEN

@@ -83,11 +83,13 @@ class LocalService:
             try:
                 with paused():  # it imports Ray, which must find its environment
                     from deployments.cli.check import report
+                    from deployments.cli.launch import attention_build
 
                 self._refuse(report.errors_of(self.config))
                 file = folder / "config.yaml"
                 file.write_text(yaml.safe_dump(self.config, sort_keys=False), "utf-8")
-                _serve(file, self.urls, self.name, lambda: self._refuse(model_check.errors()))
+                with attention_build.compiling(self.config):
+                    _serve(file, self.urls, self.name, lambda: self._refuse(model_check.errors()))
             finally:
                 model_check.stop()
 

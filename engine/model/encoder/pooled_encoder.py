@@ -103,6 +103,8 @@ class PooledEncoder:
                 table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
                 self.pooled(StepKind.SCORE, [ScheduledSequence(0, ids[:0], ids, ids, last)], table)
 
+    def warm_up_contexts(self, progress: StartupProgress) -> None: ...
+
     def decode_graphs(self) -> None: ...
 
     def fill(self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> None:

@@ -127,6 +127,7 @@ def test_a_cpu_needs_no_attention_library(tiny_models: Any, monkeypatch: pytest.
     d = tiny_models.driver("llama")
     reported: list[str] = []
     d.model.warm_up(lambda stage, seconds: reported.append(stage))
+    d.model.warm_up_contexts(lambda stage, seconds: reported.append(stage))
     assert reported == []
     assert d.error(StepKind.SCORE, [d.run(d.add(5), 0, 5)]) < TOLERANCE
 

@@ -4,7 +4,8 @@ import os
 import sys
 import threading
 import types
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ class Spec:
     broken: tuple[Any, ...] = ()  # parts of what cannot be built
     compiled: tuple[Any, ...] = ()  # parts of what is there
     awaited: threading.Barrier | None = None
+    levels: ClassVar[list[tuple[Any, int]]] = []  # the niceness at which each was built
 
     def __init__(self, name: str, arguments: tuple[Any, ...], built: list[tuple[Any, ...]]) -> None:
         self._what = (name, *arguments)
@@ -36,11 +38,13 @@ class Spec:
         if any(part in self._what for part in self.broken):
             raise RuntimeError("Ninja build failed.")
         self._built.append(self._what)
+        self.levels.append((self._what, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
 
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(Spec, "levels", [])
 
     def module(path: str, *names: str) -> None:
         made = types.ModuleType(path)
@@ -140,6 +144,55 @@ def test_every_dtype_and_head_dim_has_its_own(built: list[tuple[Any, ...]]) -> N
     prefills = [one for one in built if one[:2] == ("gen_batch_prefill_module", "fa2")]
     assert len(set(prefills)) == 4 and all(one[-3:] == (True, True, False) for one in prefills)
     assert ("gen_sampling_module",) in built
+
+
+@pytest.mark.parametrize(
+    ("config", "dtypes", "expected"),
+    [
+        ({"head_dim": 128, "torch_dtype": "float16"}, None, [("float16", 128, False, False)]),
+        ({"hidden_size": 960, "num_attention_heads": 12, "dtype": "float32"}, None, [("bfloat16", 128, False, False)]),
+        ({"head_dim": 64, "dtype": "float16"}, ["bfloat16"], [("bfloat16", 64, False, False)]),
+        ({"head_dim": 64, "sliding_window": 4096}, None, [("bfloat16", 64, True, False)]),
+        ({"head_dim": 64, "sliding_window": 4096, "use_sliding_window": False}, None, [("bfloat16", 64, False, False)]),
+        (
+            {
+                "text_config": {
+                    "head_dim": 256,
+                    "attn_logit_softcapping": 50.0,
+                    "layer_types": ["sliding_attention", "full"],
+                }
+            },
+            None,
+            [("bfloat16", 256, False, True), ("bfloat16", 256, True, True)],
+        ),
+        ({"head_dim": 512}, None, []),
+        ({"dim": 768, "n_heads": 12}, None, []),
+    ],
+)
+def test_shapes_are_foreseen_from_a_configuration(
+    config: dict[str, Any], dtypes: list[str] | None, expected: list[tuple[Any, ...]]
+) -> None:
+    assert precompile_flashinfer.shapes_of(config, dtypes) == [ModuleShape(*one) for one in expected]
+
+
+def test_a_folder_names_what_is_compiled(
+    built: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Spec, "compiled", ("gen_page_module",))  # which stays as it is
+    (tmp_path / "config.json").write_text('{"head_dim": 128, "dtype": "bfloat16"}')
+    assert precompile_flashinfer.main(["--model", str(tmp_path)]) == 0
+    assert set(told(capsys.readouterr().out)) == NAMES - {"pages"}
+
+
+def test_other_compilers_give_way_to_those_of_the_slowest_module(
+    built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Spec, "awaited", threading.Barrier(5))  # each in a thread of its own
+    assert precompile_flashinfer.main(["--head-dims", "128", "--processes", "5"]) == 0
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    levels = {module[1] if "prefill" in module[0] else module[0]: level for module, level in Spec.levels}
+    assert levels.pop("fa3") == own and len(levels) == 4
+    assert set(levels.values()) == {max(own, flashinfer_modules.NICENESS)}
 
 
 def test_only_hopper_gathers_contexts(built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,84 @@
+"""Compiles the attention modules that FlashInfer lacks for a model, while Ray starts.
+
+On a GPU that has never served such a model they take longer than all else of a start. A replica compiles them too, once
+it has loaded the model, and waits for those that are on the way here. Nothing depends on this: it has no say in whether
+the service starts, and a module that it does not foresee is compiled there.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any, Final
+
+from deployments.cli.check.arguments import arguments_of
+from engine.config import ModelConfig
+from engine.model.model_folder import ModelNotFound, find_folder
+
+COMMAND: Final = (sys.executable, "-P", "-m", "engine.warmup.precompile_flashinfer")
+CAPABILITIES: Final = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+CAPABILITIES_S: Final = 10.0
+HALVES: Final = ("bfloat16", "float16")  # for other dtypes another library computes attention
+
+
+@contextlib.contextmanager
+def compiling(config: dict[str, Any]) -> Iterator[None]:
+    """Compiles what the first model of a Serve config needs on this machine's GPU, until the block ends."""
+    command = command_for(config)
+    if command is None:
+        yield
+        return
+    arguments, environment = command
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    process = subprocess.Popen(
+        arguments,
+        env=os.environ | environment | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # with its compilers, which end with it
+    )
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+
+
+def command_for(config: dict[str, Any]) -> tuple[list[str], dict[str, str]] | None:
+    """Returns the command and its variables; None where no model is served by FlashInfer, or it is not known how."""
+    served = [args for _, args, _ in arguments_of(config) if args is not None]
+    if not served or served[0].model.device == "cpu" or served[0].engine.numerics == "invariant":
+        return None
+    capability = _capability() if find_spec("flashinfer") is not None else None
+    arguments = _arguments(served[0].model)
+    if capability is None or arguments is None:
+        return None
+    return [*COMMAND, *arguments], {"FLASHINFER_CUDA_ARCH_LIST": capability}
+
+
+def _arguments(model: ModelConfig) -> list[str] | None:
+    if model.dtype not in ("auto", *HALVES):
+        return None
+    try:
+        folder = find_folder(model)
+    except ModelNotFound:  # which the check of the model reports
+        return None
+    if not (folder / "config.json").is_file():
+        return None
+    return ["--model", str(folder), *(() if model.dtype == "auto" else ("--dtypes", model.dtype))]
+
+
+def _capability() -> str | None:
+    """Returns that of this machine's GPUs, as 9.0; None where they differ: modules of one folder are for one kind."""
+    if shutil.which(CAPABILITIES[0]) is None:
+        return None
+    try:
+        said = subprocess.run(CAPABILITIES, capture_output=True, text=True, timeout=CAPABILITIES_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = set(said.split())
+    return found.pop() if len(found) == 1 else None
