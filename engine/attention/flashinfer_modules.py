@@ -127,10 +127,11 @@ def build(named: Sequence[tuple[str, Any]], processes: int) -> list[str]:
         for done in as_completed(names):
             name, built = names[done], done.result()
             if built.error is None:
-                print(f"{name}: {built.seconds:.1f} s", flush=True)
+                print(f"FlashInfer module {name}: {built.seconds:.1f} s", flush=True)
             else:
                 failed.append(name)
-                print(f"{name}: failed after {built.seconds:.1f} s: {built.error}", file=sys.stderr, flush=True)
+                said = f"FlashInfer module {name}: failed after {built.seconds:.1f} s: {built.error}"
+                print(said, file=sys.stderr, flush=True)
     return failed
 
 

@@ -26,7 +26,7 @@ from engine.attention.flashinfer_modules import (
     build,
     missing,
 )
-from engine.model.model_folder import read_json
+from engine.model.model_folder import BadCheckpoint, read_json
 from engine.utils.cpu import cores
 from engine.warmup.precompile_kernels import within
 
@@ -35,7 +35,8 @@ SLIDING: Final = "sliding_attention"  # in `layer_types` of transformers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 1 where a module did not compile, and 2 where no architecture is named."""
+    """Runs the command; returns 1 where a module did not compile, and 2 where no architecture is named or the model's
+    config.json cannot be read."""
     given = _parser().parse_args(arguments)
     if not (os.environ.get(ARCHITECTURES) or torch.cuda.is_available()):
         print(
@@ -47,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pairs = itertools.product(given.dtypes or [DTYPE], given.head_dims)
         shapes = [ModuleShape(dtype, dim, given.window, given.softcap) for dtype, dim in pairs]
     else:
-        shapes = shapes_of(read_json(given.model / "config.json"), given.dtypes)
+        try:
+            shapes = shapes_of(read_json(given.model / "config.json"), given.dtypes)
+        except (OSError, BadCheckpoint) as error:
+            print(error, file=sys.stderr)
+            return 2
     return 1 if build(missing(shapes, given.sampling), given.processes) else 0
 
 

@@ -20,6 +20,7 @@ from engine.config import ModelConfig
 from engine.model.model_folder import ModelNotFound, find_folder
 
 COMMAND: Final = (sys.executable, "-P", "-m", "engine.warmup.precompile_flashinfer")
+ARCHITECTURES: Final = "FLASHINFER_CUDA_ARCH_LIST"  # part of the name of the modules' folder, here and at a replica
 CAPABILITIES: Final = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
 CAPABILITIES_S: Final = 10.0
 HALVES: Final = ("bfloat16", "float16")  # for other dtypes another library computes attention
@@ -38,6 +39,7 @@ def compiling(config: dict[str, Any]) -> Iterator[None]:
         arguments,
         env=os.environ | environment | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # a replica says what does not compile
         start_new_session=True,  # with its compilers, which end with it
     )
     try:
@@ -53,11 +55,12 @@ def command_for(config: dict[str, Any]) -> tuple[list[str], dict[str, str]] | No
     served = [args for _, args, _ in arguments_of(config) if args is not None]
     if not served or served[0].model.device == "cpu" or served[0].engine.numerics == "invariant":
         return None
-    capability = _capability() if find_spec("flashinfer") is not None else None
-    arguments = _arguments(served[0].model)
+    if find_spec("flashinfer") is None:
+        return None
+    capability, arguments = os.environ.get(ARCHITECTURES) or _capability(), _arguments(served[0].model)
     if capability is None or arguments is None:
         return None
-    return [*COMMAND, *arguments], {"FLASHINFER_CUDA_ARCH_LIST": capability}
+    return [*COMMAND, *arguments], {ARCHITECTURES: capability}
 
 
 def _arguments(model: ModelConfig) -> list[str] | None:

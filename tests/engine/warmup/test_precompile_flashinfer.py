@@ -75,7 +75,7 @@ NAMES = {
 
 
 def told(lines: str) -> list[str]:
-    return [line.partition(":")[0] for line in lines.splitlines()]
+    return [line.removeprefix("FlashInfer module ").partition(":")[0] for line in lines.splitlines()]
 
 
 def test_what_the_engine_asks_for_is_compiled(built: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,6 +182,17 @@ def test_a_folder_names_what_is_compiled(
     (tmp_path / "config.json").write_text('{"head_dim": 128, "dtype": "bfloat16"}')
     assert precompile_flashinfer.main(["--model", str(tmp_path)]) == 0
     assert set(told(capsys.readouterr().out)) == NAMES - {"pages"}
+
+
+@pytest.mark.parametrize(("text", "words"), [(None, "No such file"), ("{", "must be JSON")])
+def test_a_folder_that_cannot_be_read_is_named(
+    built: list[tuple[Any, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, words: str
+) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert precompile_flashinfer.main(["--model", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert words in said and str(tmp_path) in said and not built
 
 
 def test_other_compilers_give_way_to_those_of_the_slowest_module(

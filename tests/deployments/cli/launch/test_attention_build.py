@@ -39,6 +39,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     gpus(monkeypatch, "9.0\n9.0\n")
+    monkeypatch.delenv(attention_build.ARCHITECTURES, raising=False)
     monkeypatch.setattr(attention_build, "find_spec", lambda name: name)
     found: Config = local_serve.read(CPU)
     found["applications"][0]["args"]["model"] = {"path": str(folder), "device": "cuda"}
@@ -62,6 +63,15 @@ def test_modules_of_the_model_are_compiled_for_the_gpu(config: Config) -> None:
     model_of(config)["dtype"] = "float16"
     command, _ = command_for(config) or pytest.fail("nothing is compiled")
     assert command[-2:] == ["--dtypes", "float16"]
+
+
+def test_architectures_that_the_operator_names_are_those_of_the_replicas_too(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(attention_build.ARCHITECTURES, "8.0 9.0a")
+    monkeypatch.setattr(attention_build, "CAPABILITIES", ("no-such-command",))
+    _, environment = command_for(config) or pytest.fail("nothing is compiled")
+    assert environment == {attention_build.ARCHITECTURES: "8.0 9.0a"}
 
 
 @pytest.mark.parametrize(
