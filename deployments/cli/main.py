@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from deployments.cli import env, keys, models, pull, serve
+from deployments.cli import env, keys, models, pull, serve, warm
 from deployments.cli.bench import command as bench
 from deployments.cli.check import command as check
 from deployments.cli.launch import system_info
@@ -15,7 +15,7 @@ SERVICE_PACKAGES = (
     "ray", "torch", "transformers", "tokenizers", "safetensors", "fastapi", "starlette", "msgspec", "httpx",
     "huggingface_hub",
 )  # fmt: skip
-COMMANDS = (serve, check, pull, models, score, bench, keys, env)
+COMMANDS = (serve, check, pull, warm, models, score, bench, keys, env)
 
 
 def make_parser() -> argparse.ArgumentParser:

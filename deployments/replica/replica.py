@@ -34,13 +34,12 @@ from deployments.protocol import (
     StreamReceiver,
 )
 from deployments.quarantine import Entries, IsolationGuard, IsolationLease
+from deployments.replica.make_engine import make_engine
 from deployments.replica.utilization import Utilization
 from deployments.replica.weights_registry import WeightsPeers
 from deployments.stream_buffer import StreamBuffer
 from engine.engine import Engine, RowsResult
 from engine.model.interface import CausalLM
-from engine.model.loader import load_models
-from engine.model.weights_digest import joined_digest
 from engine.request_validation import with_writable_arrays
 from engine.requests import (
     EngineError,
@@ -103,7 +102,8 @@ class ReplicaServer:
     async def start(self, model: CausalLM | None = None) -> None:
         """Loads, checks, warms up and passes a first canary. Raises where the replica must not serve."""
         started = time.perf_counter()
-        self.engine = await asyncio.to_thread(run_apart, partial(self._make_engine, model))
+        made = await asyncio.to_thread(run_apart, partial(make_engine, self._args, self._progress, model))
+        self.engine, self._digest = made
         self.engine.start()
         self._card = self._make_card(self.engine)
         self._canary = Canary(self.engine, self._args.health.tolerance_nats)
@@ -131,22 +131,6 @@ class ReplicaServer:
         """Closes links and stops the engine. A step thread that hangs gets little time: it ends with the process."""
         self._links.stop()
         self.engine.stop(LOST_STOP_S if self.engine.is_lost(self._args.health.step_timeout_s) else STOP_S)
-
-    def _make_engine(self, model: CausalLM | None) -> Engine:
-        config = self._args.engine_config()
-        started = time.perf_counter()
-        draft = None
-        if model is None:
-            model, draft = load_models(self._args.model, config, self._progress)
-        if config.speculation.synthetic:
-            log.warning(
-                "Drafts are accepted at set rates (synthetic): answers follow no distribution. For benchmarks only."
-            )
-        self._digest = joined_digest(*(one.weights_digest for one in (model, draft) if one is not None))
-        engine = Engine(model, config, limits=self._args.all_limits().sampling, draft=draft)
-        engine.warm_up(self._progress)
-        log.info("Model %s is ready after %.1f s.", self._args.model.name, time.perf_counter() - started)
-        return engine
 
     def _progress(self, stage: str, seconds: float) -> None:
         log.info("Start-up: %s took %.2f s.", stage, seconds)

@@ -24,6 +24,7 @@ from gpu_sampler.startup_progress import StartupProgress
 if TYPE_CHECKING:  # the process that compiles has no use for the library of models, which takes seconds to import
     from engine.model.interface import CausalLM
     from engine.model.lm_head import HeadSpec
+    from engine.warmup.foreseen import Foreseen
 
 log = logging.getLogger(__name__)
 
@@ -40,15 +41,14 @@ def background_compile_for(model: "CausalLM", config: EngineConfig) -> "Backgrou
     if not on_gpu or cores() < MIN_CORES:
         return BackgroundCompile(None)
     major, minor = torch.cuda.get_device_capability(model.device)
-    return BackgroundCompile(arguments_for(model, config, f"{major}.{minor}"))
+    return BackgroundCompile(arguments_for(model, config, [f"{major}.{minor}"]))
 
 
-def arguments_for(model: "CausalLM", config: EngineConfig, capability: str) -> list[str]:
-    """Returns the arguments of `engine.warmup.precompile_kernels` for the kernels that this replica launches."""
+def arguments_for(model: "CausalLM | Foreseen", config: EngineConfig, capabilities: Sequence[str]) -> list[str]:
+    """Returns the arguments of `engine.warmup.precompile_kernels` for the kernels that a replica launches."""
     speculation = config.speculation
     drafts = 0 if speculation.method == "none" else speculation.num_speculative_tokens
     given = {
-        "--capabilities": capability,
         "--vocab-sizes": model.vocab_size,
         "--dtype": str(model.dtype).removeprefix("torch."),
         "--max-running": config.max_running,
@@ -59,7 +59,8 @@ def arguments_for(model: "CausalLM", config: EngineConfig, capability: str) -> l
         "--processes": max(1, min(cores() - 2, MAX_PROCESSES)),
     }
     processed = ["--processed"] if config.sampler.logprobs_mode == "processed_logprobs" else []
-    return [word for pair in given.items() for word in map(str, pair)] + processed + _head_arguments(model.head)
+    words = [word for pair in given.items() for word in map(str, pair)]
+    return ["--capabilities", *capabilities, *words, *processed, *_head_arguments(model.head)]
 
 
 def _head_arguments(head: "HeadSpec | None") -> list[str]:

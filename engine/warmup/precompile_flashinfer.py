@@ -28,6 +28,7 @@ from engine.attention.flashinfer_modules import (
 )
 from engine.model.model_folder import BadCheckpoint, read_json
 from engine.utils.cpu import cores
+from engine.warmup.foreseen import own_half, text_part
 from engine.warmup.precompile_kernels import within
 
 DTYPE: Final = "bfloat16"
@@ -35,8 +36,8 @@ SLIDING: Final = "sliding_attention"  # in `layer_types` of transformers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 1 where a module did not compile, and 2 where no architecture is named or the model's
-    config.json cannot be read."""
+    """Runs the command; returns 1 where a module did not compile, and 2 where no architecture is named, the model's
+    config.json cannot be read, or FlashInfer is not installed."""
     given = _parser().parse_args(arguments)
     if not (os.environ.get(ARCHITECTURES) or torch.cuda.is_available()):
         print(
@@ -53,7 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (OSError, BadCheckpoint) as error:
             print(error, file=sys.stderr)
             return 2
-    return 1 if build(missing(shapes, given.sampling), given.processes) else 0
+    try:
+        lacking = missing(shapes, given.sampling)
+    except ModuleNotFoundError as error:
+        print(f"Nothing was compiled: {error}.", file=sys.stderr)
+        return 2
+    return 1 if build(lacking, given.processes) else 0
 
 
 def shapes_of(config: Mapping[str, Any], dtypes: Sequence[str] | None) -> list[ModuleShape]:
@@ -61,9 +67,8 @@ def shapes_of(config: Mapping[str, Any], dtypes: Sequence[str] | None) -> list[M
 
     `dtypes`: None for the model's own.
     """
-    text = config.get("text_config") or config
-    own = str(text.get("dtype") or text.get("torch_dtype"))
-    dtypes = dtypes or [own if own in DTYPES else DTYPE]
+    text = text_part(config)
+    dtypes = dtypes or [own_half(text)]
     width = text.get("head_dim") or text.get("hidden_size", 0) // text.get("num_attention_heads", 1)
     dims = [dim for dim in HEAD_DIMS if 0 < width <= dim][:1]
     slides = bool(text.get("sliding_window")) and text.get("use_sliding_window", True)

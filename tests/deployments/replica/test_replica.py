@@ -12,6 +12,7 @@ import pytest
 from deployments.config.app_args import AppArgs
 from deployments.protocol import Failure, GenerateCall, GenerateReply, LikelihoodReply, PromptScores
 from deployments.replica import replica as replica_module
+from deployments.replica.make_engine import WarmEngine, make_engine
 from deployments.replica.replica import ReplicaServer
 from engine.requests import ErrorCode, GenerateChunk, GenerateRequest, LikelihoodRequest, ScoreRequest, ScoreResult
 from gpu_sampler.sampling_params import SamplingParams
@@ -391,13 +392,13 @@ async def test_what_loads_the_model_ends_before_it_serves(
     if planted:
         monkeypatch.setattr(replica_module, "run_apart", lambda function: function())
     server = ReplicaServer(AppArgs.model_validate(toy_args), "r1")
-    made, loaders = server._make_engine, list[threading.Thread]()
+    loaders = list[threading.Thread]()
 
-    def noted(model: Any) -> Any:
+    def noted(*given: Any) -> WarmEngine:
         loaders.append(threading.current_thread())
-        return made(model)
+        return make_engine(*given)
 
-    monkeypatch.setattr(server, "_make_engine", noted)
+    monkeypatch.setattr(replica_module, "make_engine", noted)
     await server.start(toy_model.ToyModel(num_slots=512))
     server.stop()
     assert [loader.is_alive() for loader in loaders] == [planted]

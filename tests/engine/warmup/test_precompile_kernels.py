@@ -59,7 +59,7 @@ def test_the_command_understands_what_a_start_up_asks_of_it() -> None:
     )
     head = HeadSpec(weight=torch.zeros(1), bias=torch.zeros(1), scale=1.0, softcap=30.0)
     model: Any = Model(head=head)
-    asked = vars(precompile_kernels._parser().parse_args(arguments_for(model, config, "9.0")))
+    asked = vars(precompile_kernels._parser().parse_args(arguments_for(model, config, ["9.0"])))
     asked.pop("processes")  # of the machine
     assert asked == {
         "capabilities": [90],
@@ -76,7 +76,7 @@ def test_the_command_understands_what_a_start_up_asks_of_it() -> None:
         "head_scaled": False,
         "head_capped": True,
     }
-    asked = vars(precompile_kernels._parser().parse_args(arguments_for(model_without_head(), EngineConfig(), "8.9")))
+    asked = vars(precompile_kernels._parser().parse_args(arguments_for(model_without_head(), EngineConfig(), ["8.9"])))
     assert (asked["drafts"], asked["processed"], asked["no_head"]) == (0, False, True)
 
 

@@ -1,0 +1,108 @@
+"""Compiles what the models of a configuration need before they are served: `assay warm CONFIG`."""
+
+import argparse
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from deployments.config.app_args import AppArgs
+
+WARM, FAILED, WRONG = 0, 1, 2
+ARCHITECTURES: Final = "FLASHINFER_CUDA_ARCH_LIST"
+COMMAND: Final = (sys.executable, "-P", "-m")
+ABOUT = f"""On the machine that will serve it does what a replica does before its first request: it loads each model,
+checks it and warms it up. Where a model is for a GPU and there is none, as in the build of an image, it compiles what
+needs no GPU, for the architectures that {ARCHITECTURES} names ("8.0 9.0a"). Compiled code is kept in
+TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR and FLASHINFER_WORKSPACE_BASE. exit status: 0 all is compiled; 1 a model is
+not served, or something was not compiled; 2 the configuration is wrong, or names a GPU where there is none and no
+architecture."""
+
+
+def add(commands: Any) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "warm", help="compile what the models of a configuration need, for a fast start", epilog=ABOUT
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("config", type=Path, help="a Serve config file, or a RayService manifest")
+
+
+def run(given: argparse.Namespace) -> int:
+    from deployments.cli.check import document, model  # importing torch takes seconds
+    from deployments.cli.check.arguments import arguments_of
+
+    try:
+        config = document.read(given.config).config
+    except document.Unreadable as error:
+        print(f"assay warm: {error}", file=sys.stderr)
+        return WRONG
+    served, findings = [], []
+    for where, args, found in arguments_of(config):
+        findings += found
+        if args is not None:
+            served.append(args)
+            findings += model.check(args, where)[1]
+    if errors := [one for one in findings if one.level == "error"]:
+        print("\n".join(map(str, errors)), file=sys.stderr)
+        return WRONG
+    if any(one.model.device == "cuda" and _lacks_gpu(one) and not _architectures() for one in served):
+        message = "must name architectures, as 8.0 9.0a, where `model.device` is cuda and there is no GPU. Given: none."
+        print(f"assay warm: {ARCHITECTURES} {message}", file=sys.stderr)
+        return WRONG
+    done = [_warm(one) for one in served]  # each, whatever becomes of the others
+    return WARM if all(done) else FAILED
+
+
+def _lacks_gpu(args: "AppArgs") -> bool:
+    import torch
+
+    return args.model.device != "cpu" and not torch.cuda.is_available()
+
+
+def _architectures() -> list[str]:
+    return os.environ.get(ARCHITECTURES, "").split()
+
+
+def _warm(args: "AppArgs") -> bool:
+    """Returns whether all went well. Each start-up has a process of its own, which gives its GPU back."""
+    if _lacks_gpu(args) and _architectures():
+        statuses = [subprocess.run([*COMMAND, *command]).returncode for command in commands_of(args)]
+        return not any(statuses)
+    process = multiprocessing.get_context("spawn").Process(target=_start_up, args=(args,))
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
+def _start_up(args: "AppArgs") -> None:
+    from deployments.replica.make_engine import make_engine
+
+    def progress(stage: str, seconds: float) -> None:
+        print(f"{args.model.name}: {stage} took {seconds:.2f} s", flush=True)
+
+    try:
+        make_engine(args, progress)
+    except Exception as error:  # of the library of models, too
+        print(f"assay warm: {args.model.name} is not served: {error}", file=sys.stderr)
+        sys.exit(FAILED)
+
+
+def commands_of(args: "AppArgs") -> list[list[str]]:
+    """Returns the modules, with their arguments, that compile without a GPU what a model's config.json foresees."""
+    from engine.model.model_folder import find_folder
+    from engine.warmup.background_compile import arguments_for
+    from engine.warmup.foreseen import HALVES, foresee
+
+    folder, model, engine = find_folder(args.model), args.model, args.engine_config()
+    commands = []
+    if model.dtype in ("auto", *HALVES) and engine.numerics == "fast":
+        dtypes = [] if model.dtype == "auto" else ["--dtypes", model.dtype]
+        commands.append(["engine.warmup.precompile_flashinfer", "--model", str(folder), *dtypes])
+    found = foresee(folder, model.dtype) if model.head == "auto" else None
+    if found is not None:
+        commands.append(["engine.warmup.precompile_kernels", *arguments_for(found, engine, _architectures())])
+    return commands

@@ -1,0 +1,56 @@
+"""Foresees what a start-up compiles for a model by its config.json, without its weights."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from engine.model.lm_head import HeadSpec
+from engine.model.model_folder import read_json
+
+HALVES: Final = ("bfloat16", "float16")
+LANGUAGE_MODELS: Final = ("ForCausalLM", "ForConditionalGeneration")  # ends of the names of architectures
+
+
+class Foreseen(NamedTuple):
+    """Holds what kernels depend on, as a `CausalLM` does. No head: nothing samples."""
+
+    vocab_size: int
+    dtype: torch.dtype
+    head: HeadSpec | None
+
+
+def foresee(folder: Path, dtype: str) -> Foreseen | None:
+    """Returns what the model of a folder will probably be on a GPU; None for one that is no language model.
+
+    Args:
+        folder: The model's files.
+        dtype: `model.dtype`.
+
+    Raises:
+        BadCheckpoint: config.json is damaged.
+        OSError: It cannot be read.
+    """
+    config = read_json(folder / "config.json")
+    text = text_part(config)
+    if not any(str(name).endswith(LANGUAGE_MODELS) for name in config.get("architectures") or ()):
+        return None
+    if not isinstance(text.get("vocab_size"), int):
+        return None
+    scale = text.get("logit_scale") or 1 / (text.get("logits_scaling") or 1)
+    softcap = text.get("final_logit_softcapping") or 0.0
+    head = HeadSpec(weight=torch.empty(0), bias=None, scale=scale, softcap=softcap)
+    return Foreseen(text["vocab_size"], getattr(torch, own_half(text) if dtype == "auto" else dtype), head)
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the part of a config.json that describes the decoder."""
+    found: Mapping[str, Any] = config.get("text_config") or config
+    return found
+
+
+def own_half(text: Mapping[str, Any]) -> str:
+    """Returns the dtype in which a model is held on a GPU if nothing else is said."""
+    own = str(text.get("dtype") or text.get("torch_dtype"))
+    return own if own in HALVES else "bfloat16"
