@@ -33,21 +33,24 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     from deployments.cli.check import document, model  # importing torch takes seconds
-    from deployments.cli.check.arguments import arguments_of
+    from deployments.cli.check.arguments import IMPORT_PATH, arguments_of
 
     try:
-        config = document.read(given.config).config
+        read = document.read(given.config)
     except document.Unreadable as error:
         print(f"assay warm: {error}", file=sys.stderr)
         return WRONG
-    served, findings = [], []
-    for where, args, found in arguments_of(config):
+    served, findings = [], list(read.findings)
+    for where, args, found in arguments_of(read.config):
         findings += found
         if args is not None:
             served.append(args)
             findings += model.check(args, where)[1]
     if errors := [one for one in findings if one.level == "error"]:
         print("\n".join(map(str, errors)), file=sys.stderr)
+        return WRONG
+    if not served:
+        print(f"assay warm: {given.config} must have an application of {IMPORT_PATH}. Given: none.", file=sys.stderr)
         return WRONG
     if any(one.model.device == "cuda" and _lacks_gpu(one) and not _architectures() for one in served):
         message = "must name architectures, as 8.0 9.0a, where `model.device` is cuda and there is no GPU. Given: none."
@@ -93,16 +96,15 @@ def _start_up(args: "AppArgs") -> None:
 
 def commands_of(args: "AppArgs") -> list[list[str]]:
     """Returns the modules, with their arguments, that compile without a GPU what a model's config.json foresees."""
+    from deployments.cli.launch import attention_build
     from engine.model.model_folder import find_folder
     from engine.warmup.background_compile import arguments_for
-    from engine.warmup.foreseen import HALVES, foresee
+    from engine.warmup.foreseen import foresee
 
-    folder, model, engine = find_folder(args.model), args.model, args.engine_config()
-    commands = []
-    if model.dtype in ("auto", *HALVES) and engine.numerics == "fast":
-        dtypes = [] if model.dtype == "auto" else ["--dtypes", model.dtype]
-        commands.append(["engine.warmup.precompile_flashinfer", "--model", str(folder), *dtypes])
-    found = foresee(folder, model.dtype) if model.head == "auto" else None
+    modules = attention_build.arguments_for(args)
+    commands = [] if modules is None else [[attention_build.MODULE, *modules]]
+    found = foresee(find_folder(args.model), args.model.dtype) if args.model.head == "auto" else None
     if found is not None:
-        commands.append(["engine.warmup.precompile_kernels", *arguments_for(found, engine, _architectures())])
+        kernels = arguments_for(found, args.engine_config(), _architectures())
+        commands.append(["engine.warmup.precompile_kernels", *kernels])
     return commands

@@ -16,10 +16,11 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from deployments.cli.check.arguments import arguments_of
-from engine.config import ModelConfig
+from deployments.config.app_args import AppArgs
 from engine.model.model_folder import ModelNotFound, find_folder
 
-COMMAND: Final = (sys.executable, "-P", "-m", "engine.warmup.precompile_flashinfer")
+MODULE: Final = "engine.warmup.precompile_flashinfer"
+COMMAND: Final = (sys.executable, "-P", "-m", MODULE)
 ARCHITECTURES: Final = "FLASHINFER_CUDA_ARCH_LIST"  # part of the name of the modules' folder, here and at a replica
 CAPABILITIES: Final = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
 CAPABILITIES_S: Final = 10.0
@@ -53,18 +54,18 @@ def compiling(config: dict[str, Any]) -> Iterator[None]:
 def command_for(config: dict[str, Any]) -> tuple[list[str], dict[str, str]] | None:
     """Returns the command and its variables; None where no model is served by FlashInfer, or it is not known how."""
     served = [args for _, args, _ in arguments_of(config) if args is not None]
-    if not served or served[0].model.device == "cpu" or served[0].engine.numerics == "invariant":
+    if not served or served[0].model.device == "cpu" or find_spec("flashinfer") is None:
         return None
-    if find_spec("flashinfer") is None:
-        return None
-    capability, arguments = os.environ.get(ARCHITECTURES) or _capability(), _arguments(served[0].model)
+    capability, arguments = os.environ.get(ARCHITECTURES) or _capability(), arguments_for(served[0])
     if capability is None or arguments is None:
         return None
     return [*COMMAND, *arguments], {ARCHITECTURES: capability}
 
 
-def _arguments(model: ModelConfig) -> list[str] | None:
-    if model.dtype not in ("auto", *HALVES):
+def arguments_for(args: AppArgs) -> list[str] | None:
+    """Returns those of the command for the model of an application; None where FlashInfer has no part in it."""
+    model = args.model
+    if model.dtype not in ("auto", *HALVES) or args.engine.numerics == "invariant":
         return None
     try:
         folder = find_folder(model)

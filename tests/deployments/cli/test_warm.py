@@ -74,9 +74,15 @@ def test_a_wrong_configuration_is_refused(
     assert words in capsys.readouterr().err
 
 
-def test_a_file_that_holds_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["warm", str(tmp_path / "none.yaml")]) == warm.WRONG
-    assert "none.yaml" in capsys.readouterr().err
+@pytest.mark.parametrize("text", [None, "applications: []"])
+def test_a_file_that_holds_none_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
+) -> None:
+    file = tmp_path / "none.yaml"
+    if text is not None:
+        file.write_text(text)
+    assert main(["warm", str(file)]) == warm.WRONG
+    assert "none.yaml must " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("device", "compiled"), [("cuda", True), ("auto", True), ("cpu", False)])
