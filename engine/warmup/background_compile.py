@@ -24,7 +24,7 @@ from gpu_sampler.startup_progress import StartupProgress
 if TYPE_CHECKING:  # the process that compiles has no use for the library of models, which takes seconds to import
     from engine.model.interface import CausalLM
     from engine.model.lm_head import HeadSpec
-    from engine.warmup.foreseen import Foreseen
+    from engine.warmup.foreseen import Foreseen, ForeseenHead
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def arguments_for(model: "CausalLM | Foreseen", config: EngineConfig, capabiliti
     return ["--capabilities", *capabilities, *words, *processed, *_head_arguments(model.head)]
 
 
-def _head_arguments(head: "HeadSpec | None") -> list[str]:
+def _head_arguments(head: "HeadSpec | ForeseenHead | None") -> list[str]:
     if head is None:
         return ["--no-head"]
     found = {"--head-bias": head.bias is not None, "--head-scaled": head.scale != 1.0, "--head-capped": head.softcap}

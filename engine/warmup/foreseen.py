@@ -6,19 +6,26 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from engine.model.lm_head import HeadSpec
 from engine.model.model_folder import read_json
 
 HALVES: Final = ("bfloat16", "float16")
 LANGUAGE_MODELS: Final = ("ForCausalLM", "ForConditionalGeneration")  # ends of the names of architectures
 
 
+class ForeseenHead(NamedTuple):
+    """Holds what kernels of the head depend on, as a `HeadSpec` does."""
+
+    scale: float
+    softcap: float
+    bias: None = None
+
+
 class Foreseen(NamedTuple):
-    """Holds what kernels depend on, as a `CausalLM` does. No head: nothing samples."""
+    """Holds what kernels depend on, as a `CausalLM` does."""
 
     vocab_size: int
     dtype: torch.dtype
-    head: HeadSpec | None
+    head: ForeseenHead
 
 
 def foresee(folder: Path, dtype: str) -> Foreseen | None:
@@ -40,7 +47,7 @@ def foresee(folder: Path, dtype: str) -> Foreseen | None:
         return None
     scale = text.get("logit_scale") or 1 / (text.get("logits_scaling") or 1)
     softcap = text.get("final_logit_softcapping") or 0.0
-    head = HeadSpec(weight=torch.empty(0), bias=None, scale=scale, softcap=softcap)
+    head = ForeseenHead(scale, softcap)
     return Foreseen(text["vocab_size"], getattr(torch, own_half(text) if dtype == "auto" else dtype), head)
 
 

@@ -1,6 +1,7 @@
 """Tests what is compiled ahead for FlashInfer, with a library that only writes down what it is asked for."""
 
 import os
+import subprocess
 import sys
 import threading
 import types
@@ -204,6 +205,13 @@ def test_other_compilers_give_way_to_those_of_the_slowest_module(
     levels = {module[1] if "prefill" in module[0] else module[0]: level for module, level in Spec.levels}
     assert levels.pop("fa3") == own and len(levels) == 4
     assert set(levels.values()) == {max(own, flashinfer_modules.NICENESS)}
+
+
+@pytest.mark.parametrize("name", ["precompile_flashinfer", "precompile_kernels"])
+def test_the_commands_do_without_the_library_of_models(name: str) -> None:
+    """It takes longer to import than all else of them, while a service waits for what they compile."""
+    code = f"import sys, engine.warmup.{name}; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
 def test_only_hopper_gathers_contexts(built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
