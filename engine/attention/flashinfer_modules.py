@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from threading import Thread, get_native_id
 from typing import Any, Final, NamedTuple
 
@@ -93,7 +94,8 @@ def _build(module: Any, yields: bool) -> Built:
     error = None
     if yields:
         thread = os.PRIO_PROCESS, get_native_id()  # and what it starts
-        os.setpriority(*thread, max(os.getpriority(*thread), NICENESS))
+        with suppress(OSError):  # a sandbox may forbid it
+            os.setpriority(*thread, max(os.getpriority(*thread), NICENESS))
     try:
         module.build(verbose=False)
     except Exception as raised:  # the others go on
