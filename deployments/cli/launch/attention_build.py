@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, Final
@@ -43,11 +44,13 @@ def compiling(config: dict[str, Any]) -> Iterator[None]:
         stderr=subprocess.DEVNULL,  # a replica says what does not compile
         start_new_session=True,  # with its compilers, which end with it
     )
+    threading.Thread(target=process.wait, daemon=True).start()  # nothing is left of it once it has ended
     try:
         yield
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it ends
+                os.killpg(process.pid, signal.SIGTERM)
         process.wait()
 
 

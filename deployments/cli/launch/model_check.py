@@ -35,6 +35,7 @@ class ModelCheck:
         except EOFError:
             self._process.join()
             return [f"error: the check of the model ended with status {self._process.exitcode}."]
+        self._process.join()  # else what is left of it stays for as long as the service
         return found
 
     def stop(self) -> None:

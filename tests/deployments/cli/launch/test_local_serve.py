@@ -135,6 +135,7 @@ def test_models_are_checked_in_a_process_of_its_own(model: dict[str, str], error
     try:
         found = check.errors()
         assert len(found) == errors and all("models/none" in one for one in found)
+        assert not Path(f"/proc/{check._process.pid}").exists()  # nothing of it is left beside the service
     finally:
         check.stop()
 
@@ -152,9 +153,8 @@ def test_an_interrupt_that_the_check_gets_too_does_not_end_it() -> None:
     assert pid is not None
     os.kill(pid, signal.SIGINT)  # while Python starts in it
     assert check.errors() == []
-    os.kill(pid, signal.SIGINT)
+    assert check._process.exitcode == 0
     check.stop()
-    assert check._process.exitcode in (0, -signal.SIGTERM)
 
 
 def test_fast_mode_is_refused_without_rays_token(monkeypatch: pytest.MonkeyPatch) -> None:
