@@ -6,17 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deployments.config.app_args import AppArgs
 
 WARM, FAILED, WRONG = 0, 1, 2
-ARCHITECTURES: Final = "FLASHINFER_CUDA_ARCH_LIST"
-COMMAND: Final = (sys.executable, "-P", "-m")
-ABOUT = f"""On the machine that will serve it does what a replica does before its first request: it loads each model,
+ABOUT = """On the machine that will serve it does what a replica does before its first request: it loads each model,
 checks it and warms it up. Where a model is for a GPU and there is none, as in the build of an image, it compiles what
-needs no GPU, for the architectures that {ARCHITECTURES} names ("8.0 9.0a"). Compiled code is kept in
+needs no GPU, for the architectures that FLASHINFER_CUDA_ARCH_LIST names ("8.0 9.0a"). Compiled code is kept in
 TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR and FLASHINFER_WORKSPACE_BASE. exit status: 0 all is compiled; 1 a model is
 not served, or something was not compiled; 2 the configuration is wrong, or names a GPU where there is none and no
 architecture."""
@@ -54,7 +52,7 @@ def run(given: argparse.Namespace) -> int:
         return WRONG
     if any(one.model.device == "cuda" and _lacks_gpu(one) and not _architectures() for one in served):
         message = "must name architectures, as 8.0 9.0a, where `model.device` is cuda and there is no GPU. Given: none."
-        print(f"assay warm: {ARCHITECTURES} {message}", file=sys.stderr)
+        print(f"assay warm: FLASHINFER_CUDA_ARCH_LIST {message}", file=sys.stderr)
         return WRONG
     done = [_warm(one) for one in served]  # each, whatever becomes of the others
     return WARM if all(done) else FAILED
@@ -67,13 +65,17 @@ def _lacks_gpu(args: "AppArgs") -> bool:
 
 
 def _architectures() -> list[str]:
+    from deployments.cli.launch.attention_build import ARCHITECTURES
+
     return os.environ.get(ARCHITECTURES, "").split()
 
 
 def _warm(args: "AppArgs") -> bool:
     """Returns whether all went well. Each start-up has a process of its own, which gives its GPU back."""
     if _lacks_gpu(args) and _architectures():
-        statuses = [subprocess.run([*COMMAND, *command]).returncode for command in commands_of(args)]
+        from deployments.cli.launch.attention_build import RUN
+
+        statuses = [subprocess.run([*RUN, *command]).returncode for command in commands_of(args)]
         return not any(statuses)
     process = multiprocessing.get_context("spawn").Process(target=_start_up, args=(args,))
     process.start()

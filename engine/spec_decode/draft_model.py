@@ -14,6 +14,7 @@ import torch
 from engine.batch.input_batch import StepKind, StepSequences
 from engine.config import SpeculationConfig
 from engine.model.interface import CausalLM
+from engine.model.loader import draft_progress
 from engine.requests import Int64s
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_graphs import DraftGraphs, row_counts
@@ -114,12 +115,8 @@ class DraftModel:
 
     def warm_up(self, progress: StartupProgress) -> None:
         """Warms up the model and captures the draft graphs. The sampler must be warmed up before."""
-
-        def of_draft(stage: str, seconds: float) -> None:
-            progress(f"draft {stage}", seconds)
-
-        self._model.warm_up(of_draft)
-        self._model.warm_up_contexts(of_draft)
+        self._model.warm_up(draft_progress(progress))
+        self._model.warm_up_contexts(draft_progress(progress))
         decode_graphs, start = self._model.decode_graphs(), time.perf_counter()
         if decode_graphs is None or not self._sampler.prepare_drafts(NO_ROWS):
             return

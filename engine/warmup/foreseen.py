@@ -1,10 +1,8 @@
-"""Foresees what a start-up compiles for a model by its config.json, without its weights."""
+"""Foresees what a start-up compiles for a model by its config.json, without its weights and without torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-
-import torch
 
 from engine.model.model_folder import read_json
 
@@ -24,7 +22,7 @@ class Foreseen(NamedTuple):
     """Holds what kernels depend on, as a `CausalLM` does."""
 
     vocab_size: int
-    dtype: torch.dtype
+    dtype: str
     head: ForeseenHead
 
 
@@ -46,9 +44,8 @@ def foresee(folder: Path, dtype: str) -> Foreseen | None:
     if not isinstance(text.get("vocab_size"), int):
         return None
     scale = text.get("logit_scale") or 1 / (text.get("logits_scaling") or 1)
-    softcap = text.get("final_logit_softcapping") or 0.0
-    head = ForeseenHead(scale, softcap)
-    return Foreseen(text["vocab_size"], getattr(torch, own_half(text) if dtype == "auto" else dtype), head)
+    head = ForeseenHead(scale, text.get("final_logit_softcapping") or 0.0)
+    return Foreseen(text["vocab_size"], own_half(text) if dtype == "auto" else dtype, head)
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -19,13 +19,14 @@ from typing import Any, Final
 from deployments.cli.check.arguments import arguments_of
 from deployments.config.app_args import AppArgs
 from engine.model.model_folder import ModelNotFound, find_folder
+from engine.warmup.foreseen import HALVES
 
 MODULE: Final = "engine.warmup.precompile_flashinfer"
-COMMAND: Final = (sys.executable, "-P", "-m", MODULE)
+RUN: Final = (sys.executable, "-P", "-m")
+COMMAND: Final = (*RUN, MODULE)
 ARCHITECTURES: Final = "FLASHINFER_CUDA_ARCH_LIST"  # part of the name of the modules' folder, here and at a replica
 CAPABILITIES: Final = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
 CAPABILITIES_S: Final = 10.0
-HALVES: Final = ("bfloat16", "float16")  # for other dtypes another library computes attention
 
 
 @contextlib.contextmanager
@@ -67,7 +68,7 @@ def command_for(config: dict[str, Any]) -> tuple[list[str], dict[str, str]] | No
 
 def arguments_for(args: AppArgs) -> list[str] | None:
     """Returns those of the command for the model of an application; None where FlashInfer has no part in it."""
-    model = args.model
+    model = args.model  # for other dtypes than halves another library computes attention
     if model.dtype not in ("auto", *HALVES) or args.engine.numerics == "invariant":
         return None
     try:

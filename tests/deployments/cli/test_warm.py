@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from deployments.cli import warm
+from deployments.cli.launch.attention_build import ARCHITECTURES
 from deployments.cli.main import main
 from deployments.config.app_args import AppArgs
 from engine.warmup import precompile_flashinfer, precompile_kernels
@@ -24,7 +25,7 @@ QWEN = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151_936, "head_dim"
 
 @pytest.fixture(autouse=True)
 def no_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(warm.ARCHITECTURES, raising=False)
+    monkeypatch.delenv(ARCHITECTURES, raising=False)
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def test_an_image_is_built_without_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(multiprocessing, "get_context", lambda kind: Started)
-    monkeypatch.setenv(warm.ARCHITECTURES, "8.0 9.0a")
+    monkeypatch.setenv(ARCHITECTURES, "8.0 9.0a")
     file = file_of(tmp_path, model={"path": "builtin", "device": device})
     assert main(["warm", str(file)]) == (warm.FAILED if compiled and status else warm.WARM)
     assert ran == (["engine.warmup.precompile_flashinfer", "engine.warmup.precompile_kernels"] if compiled else [])
@@ -124,7 +125,7 @@ def commands(model: dict[str, Any], **sections: dict[str, Any]) -> dict[str, lis
 
 
 def test_commands_are_those_of_the_models_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(warm.ARCHITECTURES, "8.0 9.0a")
+    monkeypatch.setenv(ARCHITECTURES, "8.0 9.0a")
     speculation = {"method": "ngram", "num_speculative_tokens": 3}
     found = commands({"path": str(folder)}, engine={"max_running": 31}, speculation=speculation)
     assert found["precompile_flashinfer"] == ["--model", str(folder)]
@@ -160,7 +161,7 @@ def test_a_head_is_foreseen(folder: Path, changes: dict[str, Any], scale: float,
     (folder / "config.json").write_text(json.dumps(QWEN | changes))
     found = foresee(folder, "auto")
     assert found is not None
-    assert (found.head.scale, found.head.softcap, found.dtype) == (scale, softcap, torch.bfloat16)
+    assert (found.head.scale, found.head.softcap, found.dtype) == (scale, softcap, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_the_library_that_is_not_there_is_named(folder: Path) -> None:
     code = "import sys; sys.modules['flashinfer'] = None; from engine.warmup import precompile_flashinfer as p; "
     code += "sys.exit(p.main(sys.argv[1:]))"
     done = subprocess.run(
-        [sys.executable, "-c", code, "--model", str(folder)], env={warm.ARCHITECTURES: "9.0", "PATH": ""},
+        [sys.executable, "-c", code, "--model", str(folder)], env={ARCHITECTURES: "9.0", "PATH": ""},
         cwd=CPU.parents[2], capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.strip().startswith("Nothing was compiled: ")
