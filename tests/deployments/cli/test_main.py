@@ -57,7 +57,7 @@ def test_a_client_needs_neither_torch_nor_ray() -> None:
 
 
 def test_the_service_says_what_to_install() -> None:
-    for verb in (["serve"], ["check", "x.yaml"], ["pull", "org/model"]):
+    for verb in (["serve"], ["check", "x.yaml"], ["pull", "org/model"], ["warm", "x.yaml"]):
         found = light(*verb)
         assert found.returncode == 2
         assert "is not installed: pip install 'assay-serve[serve]'" in found.stderr
