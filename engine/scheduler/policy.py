@@ -29,6 +29,7 @@ FIXED_SHARE = 1 / 8  # of a step at most: a large model on a CPU would lose half
 GAP_STEPS = 4  # decode steps that running rows wait at most, where `decode_gap_s` is shorter
 WAITED_FIXED_SHARE = 1 / 2  # of one for whose end others wait, or whose time the configuration bounds
 DECAY = 0.9  # weight that a step keeps with each later one
+ROWS_DECAY = 0.97  # the same of a decode step, for its rows
 OUTLIER_FACTOR = 2.0  # times longer or shorter than expected
 MIN_KNOWN_STEPS = 3  # steps after which an outlier is passed over
 MIN_SPREAD = 0.05  # of the mean size: steps that are all alike do not tell the two parts apart
@@ -201,7 +202,7 @@ class StepTimeModel:
         self._fixed_share = FIXED_SHARE if config.max_step_s is None else WAITED_FIXED_SHARE
         self._shared_step_s = min(SHARED_STEP_S[device.type], self._step_s)
         self._fits = {kind: StepTimeFit() for kind in StepKind}
-        self._row_fits = {drafting: StepTimeFit() for drafting in (False, True)}
+        self._row_fits = {drafting: RowTimeFit() for drafting in (False, True)}
 
     def max_tokens(self, kind: StepKind, gap_s: float | None, *, several_tenants: bool = False) -> int:
         """Returns the most tokens that a prefill or score step may have.
@@ -251,8 +252,9 @@ class StepTimeFit:
     are slow for reasons of their own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, decay: float = DECAY) -> None:
         self.largest = 0.0  # tokens of the largest of the latest steps
+        self._decay = decay
         self._passed = set[int]()  # outliers since the last step that counted: 1 longer, -1 shorter
         self._begin()
 
@@ -260,7 +262,8 @@ class StepTimeFit:
         self._steps = 0
         self._weight = self._n = self._s = self._nn = self._ns = 0.0
         self._slope: float | None = None  # seconds a token
-        self._alike = 0  # steps since the latest ones were of several sizes
+        self._latest = 0  # tokens
+        self._alike = 0  # steps since one of another size
 
     def add(self, tokens: int, seconds: float) -> None:
         """Takes a step of `tokens` tokens that took `seconds`."""
@@ -273,16 +276,17 @@ class StepTimeFit:
         self._passed.clear()
         self.largest = max(tokens, DECAY * self.largest)
         self._steps += 1
-        self._weight = DECAY * self._weight + 1
-        self._n = DECAY * self._n + tokens
-        self._s = DECAY * self._s + seconds
-        self._nn = DECAY * self._nn + tokens * tokens
-        self._ns = DECAY * self._ns + tokens * seconds
+        self._weight = self._decay * self._weight + 1
+        self._n = self._decay * self._n + tokens
+        self._s = self._decay * self._s + seconds
+        self._nn = self._decay * self._nn + tokens * tokens
+        self._ns = self._decay * self._ns + tokens * seconds
         n, s = self._n / self._weight, self._s / self._weight
         spread = self._nn / self._weight - n * n
-        self._alike += 1
         if spread > (MIN_SPREAD * n) ** 2:
-            self._slope, self._alike = (self._ns / self._weight - n * s) / spread, 0
+            self._slope = (self._ns / self._weight - n * s) / spread
+        self._alike = 0 if abs(tokens - self._latest) > MIN_SPREAD * tokens else self._alike + 1
+        self._latest = tokens
 
     def tokens_within(self, seconds: float, fixed_share: float = WAITED_FIXED_SHARE) -> float:
         """Returns the tokens of a step that takes `seconds`, or one whose fixed part is `fixed_share` of it, if longer.
@@ -297,14 +301,11 @@ class StepTimeFit:
 
     @property
     def knows_parts(self) -> bool:
-        """Whether steps of several sizes have told the part that is the same for every step from that of a token.
-
-        Steps of one token alone have not, whatever the line was before: with a steep one they would stay so.
-        """
-        return self._slope is not None and not (self._alike and self._n < 2 * self._weight)
+        """Whether steps of several sizes have told the part that is the same for every step from that of a token."""
+        return self._slope is not None
 
     def stays_above(self, seconds: float) -> bool:
-        """Tells whether many steps of one size took longer. The line that lets them may be of another load."""
+        """Tells whether many steps of one size took longer. The line that lets or makes them may be of another load."""
         return self._alike > MAX_ALIKE and self._s > seconds * self._weight
 
     def unlike_size(self, seconds: float) -> float:
@@ -325,9 +326,30 @@ class StepTimeFit:
         """Returns 1 for a step far longer than expected, -1 for one far shorter, else, or while nothing is known, 0."""
         if not self._steps:
             return 0
-        fixed, each = self._parts()
-        expected = fixed + each * tokens
+        expected = self._expected(tokens)
         return int(seconds > OUTLIER_FACTOR * expected) - int(seconds < expected / OUTLIER_FACTOR)
+
+    def _expected(self, tokens: int) -> float:
+        fixed, each = self._parts()
+        return fixed + each * tokens
+
+
+class RowTimeFit(StepTimeFit):
+    """Fits the line of decode steps, which a row makes little longer, and what else the machine does much.
+
+    A line that began again while the machine is busy, or a batch small, would hold steps at one row. So none does once
+    it is known: a step counts as `OUTLIER_FACTOR` times more or less than expected at most, and is remembered longer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(ROWS_DECAY)
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Takes a step of `tokens` rows that took `seconds`."""
+        if self._steps >= MIN_KNOWN_STEPS:
+            expected = self._expected(tokens)
+            seconds = min(max(seconds, expected / OUTLIER_FACTOR), OUTLIER_FACTOR * expected)
+        super().add(tokens, seconds)
 
 
 def _scores(kind: StepKind) -> bool:

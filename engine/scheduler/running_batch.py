@@ -47,6 +47,7 @@ class RunningBatch:
         self._turn = 0
         self._isolated_turns = 0  # since the others had theirs
         self._turns = 0  # of rows, in decode steps that held a part of them
+        self._tenant_turns: dict[str, int] = {}  # the latest of each tenant that has rows
 
     # Which rows decode.
 
@@ -88,17 +89,19 @@ class RunningBatch:
         return self._next_part(self._rows.sequences, max_rows)
 
     def _next_part(self, every: list[SequenceState], max_rows: int) -> DecodeRows:
-        """Takes a row of each tenant, then another of each that has more, those first that have waited longest."""
+        """Takes a row of each tenant, then another of each that has more. The tenant comes first that has had no row
+        for longest, and of its rows the one that has waited longest."""
         taken = Counter[str]()
-        ranked = list[tuple[int, int, int]]()  # place in the own tenant's order, turn, place in the batch
+        ranked = list[tuple[int, int, int]]()  # place in the own tenant's order, the tenant's turn, place in the batch
         for at, row in sorted(enumerate(every), key=lambda one: one[1].turn):
             tenant = row.parent.tenant
-            ranked.append((taken[tenant], row.turn, at))
+            ranked.append((taken[tenant], self._tenant_turns.get(tenant, 0), at))
             taken[tenant] += 1
         chosen = [at for *_, at in heapq.nsmallest(max_rows, ranked)]
+        self._tenant_turns = {tenant: self._tenant_turns.get(tenant, 0) for tenant in taken}
         for at in chosen:
             self._turns += 1
-            every[at].turn = self._turns
+            every[at].turn = self._tenant_turns[every[at].parent.tenant] = self._turns
         return _rows_of(every[at] for at in sorted(chosen))
 
     def _next_group(self, every: DecodeRows) -> DecodeRows:

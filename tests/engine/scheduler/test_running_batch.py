@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,6 +81,25 @@ def test_a_part_too_small_for_all_tenants_holds_them_in_turn() -> None:
         batch.start_decoding(_row(slot, tenant=str(slot)))
     taken = Counter(slot for _ in range(50) for slot in batch.next_rows(2).slots.tolist())
     assert set(taken) == {1, 2, 3, 4, 5} and max(taken.values()) - min(taken.values()) <= 1
+
+
+@pytest.mark.risk("R17")
+def test_a_part_of_one_row_is_a_tenants_turn_and_not_a_rows() -> None:
+    """Else the only row of a tenant would wait until all of another had been in a step."""
+    batch = _batch()
+    for slot in (1, 2, 3, 4, 6, 7):
+        batch.start_decoding(_row(slot, tenant="heavy"))
+    batch.start_decoding(_row(5, tenant="light"))
+    parts = [batch.next_rows(1).slots.tolist() for _ in range(12)]
+    assert parts == [[1], [5], [2], [5], [3], [5], [4], [5], [6], [5], [7], [5]]
+
+
+def test_the_odd_row_of_a_part_is_each_tenants_in_turn() -> None:
+    batch = _batch()
+    for slot in range(1, 9):
+        batch.start_decoding(_row(slot, tenant="one" if slot < 5 else "another"))
+    taken = Counter(slot for _ in range(40) for slot in batch.next_rows(3).slots.tolist())
+    assert set(taken.values()) == {3 * 40 // 8}
 
 
 def test_an_isolated_request_is_not_cut() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from collections.abc import Mapping
 
 import pytest
@@ -250,6 +251,33 @@ def test_a_flat_line_that_is_never_tried_again_would_let_them(monkeypatch: pytes
 
 
 @pytest.mark.risk("R17", planted=True)
-def test_a_steep_line_that_counted_would_hold_them_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepTimeFit, "knows_parts", property(lambda fit: fit._slope is not None))
+def test_a_steep_line_that_is_never_tried_again_would_hold_them_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepTimeFit, "stays_above", lambda fit, seconds: False)
     assert rows_after_a_delay() == 1
+
+
+def few_rows_of_disturbed_steps(seed: int, batches: int = 12) -> float:
+    """Returns the rows that one in twenty decode steps has at most, where a step takes 2.2 ms and 0.11 ms a row, or
+    several times that: a machine is busy whenever a batch begins or ends, which is when few rows are left."""
+    made, drawn, found = budgets(step=None), random.Random(seed), list[int]()
+    for batch, at in itertools.product(range(batches), range(260)):
+        running = 64 if at < 220 else drawn.randint(1, 3)
+        busy = drawn.choice((1.0, drawn.uniform(1, 2), drawn.uniform(2, 6))) if not 40 <= at < 220 else 1.0
+        rows = min(running, made.max_rows(False))
+        made.add_rows(False, rows, (0.0022 + 0.00011 * rows) * busy)
+        if batch > 1 and running == 64:
+            found.append(rows)
+    return sorted(found)[len(found) // 20]
+
+
+@pytest.mark.risk("R17")
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_on_a_busy_machine_do_not_shrink_to_a_few_rows(seed: int) -> None:
+    assert few_rows_of_disturbed_steps(seed) >= 16
+
+
+@pytest.mark.risk("R17", planted=True)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_line_that_began_again_on_a_busy_machine_would_let_them(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr("engine.scheduler.policy.RowTimeFit", StepTimeFit)
+    assert few_rows_of_disturbed_steps(seed) <= 8
