@@ -4,8 +4,8 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
