@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pkgutil import iter_modules
 from types import ModuleType
@@ -130,8 +130,21 @@ def _driver(stand_in: _NoDevice) -> Iterator[None]:
 def compile_variant(variant: Variant, capability: int) -> bool:
     """Compiles a variant; returns whether the cache lacked it. Raises what the compiler raises."""
     with compiled_inside() as compiled, _driver(_NoDevice(capability)):
-        getattr(importlib.import_module(variant.module), variant.kernel).preload(variant.specialization)
+        kernel = getattr(importlib.import_module(variant.module), variant.kernel).preload(variant.specialization)
+        _build_launcher(kernel)
     return bool(compiled)
+
+
+def _build_launcher(kernel: Any) -> None:
+    """Compiles the host's function that launches a kernel, which Triton 3.6 has one of for each signature.
+
+    The first launch would: a few tenths of a second. Nothing happens with another Triton, or where no library of CUDA
+    is there to link it with, as in the build of an image.
+    """
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    with suppress(Exception):
+        CudaLauncher(kernel.src, kernel.metadata)
 
 
 @contextmanager

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deployments.cli.launch import bytecode
+
 if TYPE_CHECKING:
     from deployments.config.app_args import AppArgs
 
@@ -30,6 +32,7 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
+    bytecode.keep()
     from deployments.cli.check import document, model  # importing torch takes seconds
     from deployments.cli.check.arguments import IMPORT_PATH, arguments_of
 

@@ -97,6 +97,27 @@ def test_kernel_compiled_ahead_is_found_by_its_launch(looked_up: list[bool]) -> 
     assert looked_up == [True]
 
 
+@pytest.mark.parametrize("linked", [True, False])
+def test_launcher_is_compiled_with_its_kernel_where_it_can_be(
+    looked_up: list[bool], monkeypatch: pytest.MonkeyPatch, linked: bool
+) -> None:
+    from triton.backends.nvidia import driver
+
+    from gpu_sampler.kernel_cache import compile_variant, dry_run
+
+    launchers: list[str] = []
+
+    def launcher(src: Any, metadata: Any) -> None:
+        launchers.append(metadata.name)
+        assert linked, "no library of CUDA"
+
+    monkeypatch.setattr(driver, "CudaLauncher", launcher)
+    with dry_run(CAPABILITY) as found:
+        count()
+    assert compile_variant(found[0], CAPABILITY)
+    assert launchers == [SMALL]
+
+
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("fault", ["other arguments", "other options", "other capability"])
 def test_kernel_compiled_for_something_else_is_not(looked_up: list[bool], fault: str) -> None:

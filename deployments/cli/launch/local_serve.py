@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
-from deployments.cli.launch import haproxy, ray_env
+from deployments.cli.launch import bytecode, haproxy, ray_env
 from deployments.cli.launch.listening_ports import listeners
 from deployments.cli.launch.model_check import ModelCheck
 from deployments.garbage_collection import paused
@@ -132,6 +132,7 @@ def read(file: Path) -> dict[str, Any]:
 
 def serve(file: Path, *, fast: bool = False) -> int:
     """Serves a config until interrupted, and returns the exit status."""
+    bytecode.keep()
     try:
         local = LocalService(config=read(file), name=str(file), fast=fast)
         local.refuse()

@@ -31,7 +31,6 @@ MAX_ATTENDED = 1 << 25  # tokens that all rows of a captured step attend to: 128
 MAX_VERIFY_ATTENDED = 1 << 17  # tokens that all rows of a verify step attend to: about what launches cost
 GraphKey = tuple[int, int]  # rows, and the longest context of one
 _cuda: Any = torch.cuda  # its streams carry no types
-WARM_RUNS = 2  # before capture, so that nothing is built or tuned inside it
 
 
 def buckets(max_rows: int) -> tuple[int, ...]:
@@ -216,13 +215,12 @@ class DecodeGraphs:
 def recorded(launch: Callable[[], None], device: torch.device, pool: Any) -> Any:
     """Returns a CUDA graph of what `launch` launches.
 
-    It runs `launch` a few times first, so that nothing is built or tuned while the graph is captured.
+    It runs `launch` first, so that nothing is built or tuned while the graph is captured.
     """
     stream: Any = _cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for _ in range(WARM_RUNS):
-            launch()
+        launch()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
