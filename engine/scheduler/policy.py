@@ -30,10 +30,10 @@ GAP_STEPS = 4  # decode steps that running rows wait at most, where `decode_gap_
 WAITED_FIXED_SHARE = 1 / 2  # of one for whose end others wait, or whose time the configuration bounds
 DECAY = 0.9  # weight that a step keeps with each later one
 ROWS_DECAY = 0.97  # the same of a decode step, for its rows
+TRY_PERIOD = 16  # decode steps: the last one tries another number of rows
 OUTLIER_FACTOR = 2.0  # times longer or shorter than expected
 MIN_KNOWN_STEPS = 3  # steps after which an outlier is passed over
 MIN_SPREAD = 0.05  # of the mean size: steps that are all alike do not tell the two parts apart
-MAX_ALIKE = 32  # steps after which what was known of their parts may have changed
 
 
 class StepPolicy:
@@ -223,8 +223,7 @@ class StepTimeModel:
     def max_rows(self, drafting: bool) -> int:
         """Returns the most rows that a decode step may have while requests of several tenants come."""
         fit, seconds = self._row_fits[drafting], self._shared_step_s
-        known = fit.knows_parts and not fit.stays_above(seconds)
-        within = fit.tokens_within(seconds) if known else fit.unlike_size(seconds)
+        within = fit.unlike_size(seconds) if fit.tries_a_size else fit.tokens_within(seconds)
         if fit.largest:
             within = min(within, REACH * fit.largest)
         return int(min(MAX_RUNNING_BOUND, max(1, within)))
@@ -262,8 +261,6 @@ class StepTimeFit:
         self._steps = 0
         self._weight = self._n = self._s = self._nn = self._ns = 0.0
         self._slope: float | None = None  # seconds a token
-        self._latest = 0  # tokens
-        self._alike = 0  # steps since one of another size
 
     def add(self, tokens: int, seconds: float) -> None:
         """Takes a step of `tokens` tokens that took `seconds`."""
@@ -285,8 +282,6 @@ class StepTimeFit:
         spread = self._nn / self._weight - n * n
         if spread > (MIN_SPREAD * n) ** 2:
             self._slope = (self._ns / self._weight - n * s) / spread
-        self._alike = 0 if abs(tokens - self._latest) > MIN_SPREAD * tokens else self._alike + 1
-        self._latest = tokens
 
     def tokens_within(self, seconds: float, fixed_share: float = WAITED_FIXED_SHARE) -> float:
         """Returns the tokens of a step that takes `seconds`, or one whose fixed part is `fixed_share` of it, if longer.
@@ -299,27 +294,11 @@ class StepTimeFit:
         fixed, each = self._parts()
         return float("inf") if each <= 0 else max(seconds - fixed, fixed / fixed_share - fixed) / each
 
-    @property
-    def knows_parts(self) -> bool:
-        """Whether steps of several sizes have told the part that is the same for every step from that of a token."""
-        return self._slope is not None
-
-    def stays_above(self, seconds: float) -> bool:
-        """Tells whether many steps of one size took longer. The line that lets or makes them may be of another load."""
-        return self._alike > MAX_ALIKE and self._s > seconds * self._weight
-
-    def unlike_size(self, seconds: float) -> float:
-        """Returns the tokens of a step that would tell the parts apart: half, or twice, those of the steps that were
-        all alike, as they take longer than `seconds` or not. The result is infinite while nothing is known."""
-        if not self._steps:
-            return float("inf")
-        tokens = self._n / self._weight
-        return tokens / 2 if tokens >= 2 and self._s / self._weight > seconds else 2 * tokens
-
     def _parts(self) -> tuple[float, float]:
-        """Returns the seconds of a step, and of each token. A line steeper than the mean would begin below 0."""
+        """Returns the seconds of a step, and of each token. A line steeper than the mean would begin below 0, and one
+        that falls end there."""
         mean = self._s / self._n
-        each = mean if self._slope is None else min(self._slope, mean)
+        each = mean if self._slope is None else min(max(self._slope, 0.0), mean)
         return (self._s - each * self._n) / self._weight, each
 
     def _outlier(self, tokens: int, seconds: float) -> int:
@@ -337,8 +316,9 @@ class StepTimeFit:
 class RowTimeFit(StepTimeFit):
     """Fits the line of decode steps, which a row makes little longer, and what else the machine does much.
 
-    A line that began again while the machine is busy, or a batch small, would hold steps at one row. So none does once
-    it is known: a step counts as `OUTLIER_FACTOR` times more or less than expected at most, and is remembered longer.
+    A line that began again while the machine is busy, or a batch small, would hold steps at a row. So once it is known
+    a step counts as `OUTLIER_FACTOR` times more or less than expected at most, and is remembered longer. And a wrong
+    line may hold steps at one size, which tells nothing of it: now and then another size is tried.
     """
 
     def __init__(self) -> None:
@@ -350,6 +330,20 @@ class RowTimeFit(StepTimeFit):
             expected = self._expected(tokens)
             seconds = min(max(seconds, expected / OUTLIER_FACTOR), OUTLIER_FACTOR * expected)
         super().add(tokens, seconds)
+
+    @property
+    def tries_a_size(self) -> bool:
+        """Whether the next step should be of another size than the latest ones: to tell the step's own part from that
+        of a row, or to learn whether they still are what they were."""
+        return self._slope is None or not self._steps % TRY_PERIOD
+
+    def unlike_size(self, seconds: float) -> float:
+        """Returns the rows of a step that would tell the parts apart: half, or twice, those of the latest steps, as
+        they take longer than `seconds` or not. The result is infinite while nothing is known."""
+        if not self._steps:
+            return float("inf")
+        rows = self._n / self._weight
+        return rows / 2 if rows >= 2 and self._s / self._weight > seconds else 2 * rows
 
 
 def _scores(kind: StepKind) -> bool:
