@@ -177,17 +177,17 @@ async def beside(url: str, name: str, key: str) -> Seen:
 
 @pytest.mark.risk(
     "R17",
-    figure="over HTTP, built-in model, all processes and clients on two idle cores: 0 of 7,158 requests refused, "
-    "longest 0.71 s; p99 over idle in fast and in default mode 1.9 and 1.8 (four of n = 128), 2.6 and 5.6 (64"
-    " streams with 20 log-probabilities), 1.9 and 1.6 (twice 4,000 items, six times), 6.3 and 9.9 (600 small "
-    "generations together, six times: 218 and 475 ms); on two cores at half the speed, with HAProxy's buffer "
+    figure="over HTTP, built-in model, all processes and clients on two idle cores: 0 of 6,591 requests refused, "
+    "longest 0.36 s; p99 over idle in fast and in default mode 1.9 and 1.7 (four of n = 128), 1.7 and 2.8 (64"
+    " streams with 20 log-probabilities), 1.9 and 1.5 (twice 4,000 items, six times), 5.9 and 8.0 (600 small "
+    "generations together, six times: 163 and 291 ms); on two cores at half the speed, with HAProxy's buffer "
     "at 64 KiB and default mode in part beside other work, 0 of 7,982 refused, longest 0.81 s, and 2.0 and "
     "2.0, 2.5 and 3.4, 1.6 and 1.3, 4.6 and 8.4: where 600 come together, clients, proxy, ingress and replica"
     " want both cores; on 16 cores in fast mode, two runs, one of them without the items: 1.7 and 2.2, 1.5 "
     "and 2.1, 1.5 and, with 600 together, 2.6 and 2.8, 0 of 7,287 refused, longest 0.58 s; on 16 cores in "
     "default mode with 64 requests ahead and no turns of answers: 2.1, 2.5, 1.5 and 5.7 to 6.2, 0 of 4,762 "
-    "refused, longest 0.42 s; as it is now, 600 together, twice: 3.4 and 3.5, 0 of 1,296 refused, longest "
-    "0.29 s, the engine's part 2.6 and 2.2 times idle; the same on two slow cores in fast and "
+    "refused, longest 0.42 s; as it is now, 600 together, six times on two machines: 3.3 to 4.1, 0 of 3,522 refused, "
+    "longest 0.29 s, the engine's part 2.2 to 2.9 times idle; the same on two slow cores in fast and "
     "in default mode: 2.2 and 1.8, 2.2 and 4.2, 1.8 and 1.2, 6.6 and 6.4, 0 of 7,565 refused, longest 0.72 s; "
     "without and with "
     "what the proxy of default mode holds back, in pairs: longest 2.97 and 1.45 s, p99 of the way over idle "
