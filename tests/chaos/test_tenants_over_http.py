@@ -186,7 +186,7 @@ async def beside(url: str, name: str, key: str) -> Seen:
     " want both cores; on 16 cores in fast mode, two runs, one of them without the items: 1.7 and 2.2, 1.5 "
     "and 2.1, 1.5 and, with 600 together, 2.6 and 2.8, 0 of 7,287 refused, longest 0.58 s; on 16 cores in "
     "default mode with 64 requests ahead and no turns of answers: 2.1, 2.5, 1.5 and 5.7 to 6.2, 0 of 4,762 "
-    "refused, longest 0.42 s; as it is now, 600 together, six times on two machines: 3.3 to 4.1, 0 of 3,522 refused, "
+    "refused, longest 0.42 s; since then, 600 together, six times on two machines: 3.3 to 4.1, 0 of 3,522 refused, "
     "longest 0.29 s, the engine's part 2.2 to 2.9 times idle; the same on two slow cores in fast and "
     "in default mode: 2.2 and 1.8, 2.2 and 4.2, 1.8 and 1.2, 6.6 and 6.4, 0 of 7,565 refused, longest 0.72 s; "
     "without and with "
