@@ -141,9 +141,9 @@ def _build_launcher(kernel: Any) -> None:
     The first launch would: a few tenths of a second. Nothing happens with another Triton, or where no library of CUDA
     is there to link it with, as in the build of an image.
     """
-    from triton.backends.nvidia.driver import CudaLauncher
-
     with suppress(Exception):
+        from triton.backends.nvidia.driver import CudaLauncher
+
         CudaLauncher(kernel.src, kernel.metadata)
 
 
