@@ -68,7 +68,7 @@ def _lacks_gpu(args: "AppArgs") -> bool:
 
 
 def _architectures() -> list[str]:
-    from deployments.cli.launch.attention_build import ARCHITECTURES
+    from engine.warmup.foreseen import ARCHITECTURES
 
     return os.environ.get(ARCHITECTURES, "").split()
 

@@ -19,13 +19,13 @@ import torch
 from engine.attention.flashinfer_backend import HOPPER
 from engine.attention.flashinfer_wrappers import BACKEND, HOPPER_BACKEND
 from engine.utils.cpu import cores
+from engine.warmup.foreseen import ARCHITECTURES
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 INDEX = torch.int32
 NO_POSITIONS = 0  # attention receives rotated queries and keys
-ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"
 MAX_CONCURRENT_BUILDS: Final = 16
 COMPILERS_A_CORE: Final = 2  # they take a GB or more each; with one a core, cores would be idle at the end
 NICENESS: Final = 5  # of all compilers but those of the slowest module, which is needed last and compiles for longest

@@ -5,6 +5,7 @@ steps take: a line for each kind of step, a part that is the same for every step
 """
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 
@@ -251,9 +252,10 @@ class StepTimeFit:
     are slow for reasons of their own.
     """
 
-    def __init__(self, decay: float = DECAY) -> None:
+    decay: ClassVar = DECAY
+
+    def __init__(self) -> None:
         self.largest = 0.0  # tokens of the largest of the latest steps
-        self._decay = decay
         self._passed = set[int]()  # outliers since the last step that counted: 1 longer, -1 shorter
         self._begin()
 
@@ -273,11 +275,11 @@ class StepTimeFit:
         self._passed.clear()
         self.largest = max(tokens, DECAY * self.largest)
         self._steps += 1
-        self._weight = self._decay * self._weight + 1
-        self._n = self._decay * self._n + tokens
-        self._s = self._decay * self._s + seconds
-        self._nn = self._decay * self._nn + tokens * tokens
-        self._ns = self._decay * self._ns + tokens * seconds
+        self._weight = self.decay * self._weight + 1
+        self._n = self.decay * self._n + tokens
+        self._s = self.decay * self._s + seconds
+        self._nn = self.decay * self._nn + tokens * tokens
+        self._ns = self.decay * self._ns + tokens * seconds
         n, s = self._n / self._weight, self._s / self._weight
         spread = self._nn / self._weight - n * n
         if spread > (MIN_SPREAD * n) ** 2:
@@ -321,8 +323,7 @@ class RowTimeFit(StepTimeFit):
     line may hold steps at one size, which tells nothing of it: now and then another size is tried.
     """
 
-    def __init__(self) -> None:
-        super().__init__(ROWS_DECAY)
+    decay: ClassVar = ROWS_DECAY
 
     def add(self, tokens: int, seconds: float) -> None:
         """Takes a step of `tokens` rows that took `seconds`."""

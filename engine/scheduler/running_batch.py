@@ -92,16 +92,17 @@ class RunningBatch:
         """Takes a row of each tenant, then another of each that has more. The tenant comes first that has had no row
         for longest, and of its rows the one that has waited longest."""
         taken = Counter[str]()
+        turns = {row.parent.tenant: self._tenant_turns.get(row.parent.tenant, 0) for row in every}
         ranked = list[tuple[int, int, int]]()  # place in the own tenant's order, the tenant's turn, place in the batch
         for at, row in sorted(enumerate(every), key=lambda one: one[1].turn):
             tenant = row.parent.tenant
-            ranked.append((taken[tenant], self._tenant_turns.get(tenant, 0), at))
+            ranked.append((taken[tenant], turns[tenant], at))
             taken[tenant] += 1
         chosen = [at for *_, at in heapq.nsmallest(max_rows, ranked)]
-        self._tenant_turns = {tenant: self._tenant_turns.get(tenant, 0) for tenant in taken}
         for at in chosen:
             self._turns += 1
-            every[at].turn = self._tenant_turns[every[at].parent.tenant] = self._turns
+            every[at].turn = turns[every[at].parent.tenant] = self._turns
+        self._tenant_turns = turns
         return _rows_of(every[at] for at in sorted(chosen))
 
     def _next_group(self, every: DecodeRows) -> DecodeRows:

@@ -19,7 +19,6 @@ import torch
 
 from engine.attention.flashinfer_backend import HEAD_DIMS
 from engine.attention.flashinfer_modules import (
-    ARCHITECTURES,
     DTYPES,
     MAX_CONCURRENT_BUILDS,
     ModuleShape,
@@ -28,7 +27,7 @@ from engine.attention.flashinfer_modules import (
 )
 from engine.model.model_folder import BadCheckpoint, read_json
 from engine.utils.cpu import cores
-from engine.warmup.foreseen import own_half, text_part
+from engine.warmup.foreseen import ARCHITECTURES, own_half, text_part
 from engine.warmup.precompile_kernels import within
 
 DTYPE: Final = "bfloat16"

@@ -20,6 +20,7 @@ import torch
 from engine.config import MAX_RUNNING_BOUND, EngineConfig
 from engine.utils.cpu import cores
 from engine.warmup.background_compile import MAX_PROCESSES
+from engine.warmup.foreseen import ARCHITECTURES
 from gpu_sampler.spec_decode import MAX_DRAFTS, Rule, VerifyRules
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 RULES = get_args(Rule)
 ROWS = 2
-ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"  # one list for both commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,12 +19,11 @@ from typing import Any, Final
 from deployments.cli.check.arguments import arguments_of
 from deployments.config.app_args import AppArgs
 from engine.model.model_folder import ModelNotFound, find_folder
-from engine.warmup.foreseen import HALVES
+from engine.warmup.foreseen import ARCHITECTURES, HALVES
 
 MODULE: Final = "engine.warmup.precompile_flashinfer"
 RUN: Final = (sys.executable, "-P", "-m")
 COMMAND: Final = (*RUN, MODULE)
-ARCHITECTURES: Final = "FLASHINFER_CUDA_ARCH_LIST"  # part of the name of the modules' folder, here and at a replica
 CAPABILITIES: Final = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
 CAPABILITIES_S: Final = 10.0
 

@@ -65,11 +65,16 @@ def test_an_isolated_request_takes_turns_with_the_others_until_it_is_isolated_no
     assert not batch.isolated_first
 
 
-def test_a_part_of_the_rows_holds_those_of_a_small_tenant_and_the_others_in_turn() -> None:
+def _heavy_and_light() -> RunningBatch:
     batch = _batch()
     for slot in (1, 2, 3, 4, 6, 7):
         batch.start_decoding(_row(slot, tenant="heavy"))
     batch.start_decoding(_row(5, tenant="light"))
+    return batch
+
+
+def test_a_part_of_the_rows_holds_those_of_a_small_tenant_and_the_others_in_turn() -> None:
+    batch = _heavy_and_light()
     parts = [batch.next_rows(3).slots.tolist() for _ in range(6)]
     assert parts == [[1, 2, 5], [3, 4, 5], [6, 7, 5]] * 2
     assert batch.next_rows(7).slots.tolist() == batch.next_rows().slots.tolist() == [1, 2, 3, 4, 6, 7, 5]
@@ -86,10 +91,7 @@ def test_a_part_too_small_for_all_tenants_holds_them_in_turn() -> None:
 @pytest.mark.risk("R17")
 def test_a_part_of_one_row_is_a_tenants_turn_and_not_a_rows() -> None:
     """Else the only row of a tenant would wait until all of another had been in a step."""
-    batch = _batch()
-    for slot in (1, 2, 3, 4, 6, 7):
-        batch.start_decoding(_row(slot, tenant="heavy"))
-    batch.start_decoding(_row(5, tenant="light"))
+    batch = _heavy_and_light()
     parts = [batch.next_rows(1).slots.tolist() for _ in range(12)]
     assert parts == [[1], [5], [2], [5], [3], [5], [4], [5], [6], [5], [7], [5]]
 
