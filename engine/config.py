@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 from gpu_sampler.spec_decode import MAX_DRAFTS, DraftMethod, Rule, VerifyRules
 
 MAX_RUNNING_BOUND = 1024
+ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"  # names GPUs to compile for; part of the name of FlashInfer's folder
 MAX_NGRAM = 8
 MIN_PREFILL_GRAPH_TOKENS, MAX_PREFILL_GRAPH_TOKENS = 32, 8192
 

@@ -68,7 +68,7 @@ def _lacks_gpu(args: "AppArgs") -> bool:
 
 
 def _architectures() -> list[str]:
-    from engine.warmup.foreseen import ARCHITECTURES
+    from engine.config import ARCHITECTURES
 
     return os.environ.get(ARCHITECTURES, "").split()
 

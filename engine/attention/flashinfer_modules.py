@@ -18,8 +18,8 @@ import torch
 
 from engine.attention.flashinfer_backend import HOPPER
 from engine.attention.flashinfer_wrappers import BACKEND, HOPPER_BACKEND
+from engine.config import ARCHITECTURES
 from engine.utils.cpu import cores
-from engine.warmup.foreseen import ARCHITECTURES
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from typing import Any, Final, NamedTuple
 from engine.model.model_folder import read_json
 
 HALVES: Final = ("bfloat16", "float16")
-ARCHITECTURES: Final = "FLASHINFER_CUDA_ARCH_LIST"  # for all kernels; part of the name of FlashInfer's folder
 LANGUAGE_MODELS: Final = ("ForCausalLM", "ForConditionalGeneration")  # ends of the names of architectures
 
 

@@ -25,9 +25,10 @@ from engine.attention.flashinfer_modules import (
     build,
     missing,
 )
+from engine.config import ARCHITECTURES
 from engine.model.model_folder import BadCheckpoint, read_json
 from engine.utils.cpu import cores
-from engine.warmup.foreseen import ARCHITECTURES, own_half, text_part
+from engine.warmup.foreseen import own_half, text_part
 from engine.warmup.precompile_kernels import within
 
 DTYPE: Final = "bfloat16"

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, get_args
 
 import torch
 
-from engine.config import MAX_RUNNING_BOUND, EngineConfig
+from engine.config import ARCHITECTURES, MAX_RUNNING_BOUND, EngineConfig
 from engine.utils.cpu import cores
 from engine.warmup.background_compile import MAX_PROCESSES
-from engine.warmup.foreseen import ARCHITECTURES
 from gpu_sampler.spec_decode import MAX_DRAFTS, Rule, VerifyRules
 
 if TYPE_CHECKING:

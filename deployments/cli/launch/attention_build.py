@@ -18,8 +18,9 @@ from typing import Any, Final
 
 from deployments.cli.check.arguments import arguments_of
 from deployments.config.app_args import AppArgs
+from engine.config import ARCHITECTURES
 from engine.model.model_folder import ModelNotFound, find_folder
-from engine.warmup.foreseen import ARCHITECTURES, HALVES
+from engine.warmup.foreseen import HALVES
 
 MODULE: Final = "engine.warmup.precompile_flashinfer"
 RUN: Final = (sys.executable, "-P", "-m")

@@ -15,8 +15,9 @@ import yaml
 from deployments.cli import warm
 from deployments.cli.main import main
 from deployments.config.app_args import AppArgs
+from engine.config import ARCHITECTURES
 from engine.warmup import precompile_flashinfer, precompile_kernels
-from engine.warmup.foreseen import ARCHITECTURES, foresee
+from engine.warmup.foreseen import foresee
 
 CPU = Path(__file__).parents[3] / "deployments" / "configs" / "cpu.yaml"
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151_936, "head_dim": 128, "torch_dtype": "bfloat16"}

@@ -13,7 +13,8 @@ import torch
 
 from engine.attention import flashinfer_modules
 from engine.attention.flashinfer_modules import BackgroundBuild, ModuleShape
-from engine.warmup import foreseen, precompile_flashinfer
+from engine.config import ARCHITECTURES
+from engine.warmup import precompile_flashinfer
 
 
 class Spec:
@@ -61,7 +62,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     module("flashinfer.jit.page", "gen_page_module")
     module("flashinfer.jit.cascade", "gen_cascade_module")
     module("flashinfer.jit.sampling", "gen_sampling_module")
-    monkeypatch.setenv(foreseen.ARCHITECTURES, "9.0a")
+    monkeypatch.setenv(ARCHITECTURES, "9.0a")
     monkeypatch.setenv("MAX_JOBS", "1")  # unset again afterwards, whatever a test does with it
     return found
 
@@ -215,7 +216,7 @@ def test_the_commands_do_without_the_library_of_models(name: str) -> None:
 
 
 def test_only_hopper_gathers_contexts(built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(foreseen.ARCHITECTURES, "8.0 10.0a")
+    monkeypatch.setenv(ARCHITECTURES, "8.0 10.0a")
     assert precompile_flashinfer.main([]) == 0
     assert built and not any("fa3" in one for one in built)
 
@@ -223,10 +224,10 @@ def test_only_hopper_gathers_contexts(built: list[tuple[Any, ...]], monkeypatch:
 def test_without_an_architecture_nothing_is_compiled(
     built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(foreseen.ARCHITECTURES)
+    monkeypatch.delenv(ARCHITECTURES)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert precompile_flashinfer.main([]) == 2
-    assert not built and foreseen.ARCHITECTURES in capsys.readouterr().err
+    assert not built and ARCHITECTURES in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig, SamplerConfig, SpeculationConfig
+from engine.config import ARCHITECTURES, EngineConfig, SamplerConfig, SpeculationConfig
 from engine.model.lm_head import HeadSpec
-from engine.warmup import background_compile, foreseen, precompile_kernels
+from engine.warmup import background_compile, precompile_kernels
 from engine.warmup.background_compile import STAGE, BackgroundCompile, arguments_for, background_compile_for
 from tests.gpu_sampler.compiler import needs_compiler, warns_of_fusion
 
@@ -110,7 +110,7 @@ def test_the_command_does_nothing_where_kernels_are_interpreted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv(foreseen.ARCHITECTURES, "9.0a")
+    monkeypatch.setenv(ARCHITECTURES, "9.0a")
     assert precompile_kernels.main(["--vocab-sizes", "111"]) == 2
     assert "TRITON_INTERPRET" in capsys.readouterr().err
 
@@ -127,7 +127,7 @@ def test_the_command_names_what_it_does_not_take(given: list[str], capsys: pytes
 def test_an_environment_without_capabilities_is_refused_by_name_unless_they_are_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(foreseen.ARCHITECTURES, "8.0;9.0")
+    monkeypatch.setenv(ARCHITECTURES, "8.0;9.0")
     with pytest.raises(SystemExit):
         precompile_kernels.main(["--vocab-sizes", "9"])
     assert "FLASHINFER_CUDA_ARCH_LIST must be as 8.0 or 9.0a. Given: 8.0;9.0." in capsys.readouterr().err

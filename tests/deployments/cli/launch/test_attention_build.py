@@ -12,7 +12,7 @@ import pytest
 
 from deployments.cli.launch import attention_build, local_serve
 from deployments.cli.launch.attention_build import command_for, compiling
-from engine.warmup import foreseen
+from engine.config import ARCHITECTURES
 
 CPU = Path(__file__).parents[4] / "deployments" / "configs" / "cpu.yaml"
 Config = dict[str, Any]
@@ -40,7 +40,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     gpus(monkeypatch, "9.0\n9.0\n")
-    monkeypatch.delenv(foreseen.ARCHITECTURES, raising=False)
+    monkeypatch.delenv(ARCHITECTURES, raising=False)
     monkeypatch.setattr(attention_build, "find_spec", lambda name: name)
     found: Config = local_serve.read(CPU)
     found["applications"][0]["args"]["model"] = {"path": str(folder), "device": "cuda"}
@@ -69,10 +69,10 @@ def test_modules_of_the_model_are_compiled_for_the_gpu(config: Config) -> None:
 def test_architectures_that_the_operator_names_are_those_of_the_replicas_too(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(foreseen.ARCHITECTURES, "8.0 9.0a")
+    monkeypatch.setenv(ARCHITECTURES, "8.0 9.0a")
     monkeypatch.setattr(attention_build, "CAPABILITIES", ("no-such-command",))
     _, environment = command_for(config) or pytest.fail("nothing is compiled")
-    assert environment == {foreseen.ARCHITECTURES: "8.0 9.0a"}
+    assert environment == {ARCHITECTURES: "8.0 9.0a"}
 
 
 @pytest.mark.parametrize(
