@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.25
 BLOCKED_WAIT_S = 0.005
 STEPS_PER_COLLECTION = 256
+CAPTURE_PERIOD_S = 1.0  # between two captures while there is work, which waits a tenth of a second for each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +123,8 @@ class EngineCore:
         self._running = False  # the thread has started and takes calls
         self._stopping = False
         self._since_collection = 0
+        self._lacks_graphs = True  # the start-up may have left CUDA graphs for later
+        self._last_capture = clock()
 
     # The life of the thread.
 
@@ -218,8 +221,12 @@ class EngineCore:
             self._hand_over()
         if step is None and not self._in_flight:
             self._wait_for_calls()
-        else:
-            self._collect_garbage()
+            return
+        self._collect_garbage()
+        if self._lacks_graphs and self._clock() - self._last_capture >= CAPTURE_PERIOD_S:
+            self._read_all()
+            self._hand_over()
+            self._capture()
 
     def _take_calls(self) -> None:
         for call in self.calls.take():
@@ -289,11 +296,26 @@ class EngineCore:
         if self.tracker.live:
             self.calls.wait(BLOCKED_WAIT_S)
             return
+        if self._lacks_graphs:
+            self._capture()
+            return
         self.recorder.throughput.idle()
         if self._since_collection:
             garbage_collection.sweep(idle=True)
             self._since_collection = 0
         self.calls.wait(IDLE_WAIT_S)
+
+    def _capture(self) -> None:
+        """Captures one CUDA graph that the start-up has left for later. After a failure none is tried: steps are padded
+        to the sizes there are."""
+        try:
+            self._lacks_graphs = self.runner.capture_next()
+        except Exception as error:
+            log.warning("CUDA graphs of further sizes are not captured.", exc_info=error)
+            self._lacks_graphs = False
+            if is_lost(self._model.device, error):
+                raise
+        self._last_capture = self._clock()
 
     def _collect_garbage(self) -> None:
         self._since_collection += 1

@@ -94,9 +94,17 @@ class Engine:
 
     # Life.
 
-    def warm_up(self, progress: StartupProgress) -> None:
-        """Compiles and captures, so that no request waits for it. `progress` is given each part as it is done."""
+    def warm_up(self, progress: StartupProgress, *, capture_all: bool = False) -> None:
+        """Compiles and captures, so that no request waits for it.
+
+        Args:
+            progress: is given each part as it is done.
+            capture_all: captures every CUDA graph. Otherwise the step thread captures the less common sizes when it
+                has nothing else to do.
+        """
         self.core.runner.warm_up(progress)
+        while capture_all and self.core.runner.capture_next():
+            pass
 
     def start(self) -> None:
         """Starts the step thread, also again after `stop`.

@@ -56,6 +56,10 @@ class ModelRunner:
             self.proposer.warm_up(progress)  # captures what the sampler launches, so it comes after it
         self.model.warm_up_contexts(progress)
 
+    def capture_next(self) -> bool:
+        """Captures one CUDA graph that `warm_up` has left for later; returns False where none is left."""
+        return self.model.capture_next() or (self.proposer is not None and self.proposer.capture_next())
+
     def launch(self, step: Step) -> None:
         """Launches a step and sets its `result`. On CUDA it returns before the device has computed it."""
         if step.kind is StepKind.SCORE:

@@ -385,7 +385,8 @@ class HFModel:
     @torch.no_grad()
     def warm_up(self, progress: StartupProgress) -> None:
         """Builds attention kernels, compiles the layers and the modules around them, and captures graphs, on CUDA;
-        traces the model's base on a CPU. In the first call alone."""
+        traces the model's base on a CPU. In the first call alone. Of the graphs it captures the most common
+        sizes; `capture_next` captures the others."""
         if self._warm:
             return
         self._warm = True
@@ -419,6 +420,13 @@ class HFModel:
         if self._engine.numerics == "invariant":
             with timed("served invariance check", progress):
                 self._compare_bits()
+
+    @torch.no_grad()
+    def capture_next(self) -> bool:
+        """Captures a graph that `warm_up` left for later; see `CausalLM`."""
+        self._scoring = False  # nothing is timed inside a graph
+        captured = self._decode_graphs, self._prefill_graphs
+        return any(graphs.capture_next() for graphs in captured if graphs is not None)
 
     def warm_up_contexts(self, progress: StartupProgress) -> None:
         """Waits for the attention modules that are still compiled, and runs a step over a shared context, on CUDA."""

@@ -84,6 +84,11 @@ class CausalLM(Protocol):
         """Compiles and captures what start-up should pay for; reports each stage."""
         ...
 
+    def capture_next(self) -> bool:
+        """Captures one size of steps as a CUDA graph that `warm_up` has left for later; returns False where none is
+        left. Raises what capturing raises; steps then run as before."""
+        ...
+
     def warm_up_contexts(self, progress: StartupProgress) -> None:
         """Waits for what steps over shared contexts need and runs one: the last of a start, as it compiles longest."""
         ...

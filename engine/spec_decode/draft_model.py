@@ -113,6 +113,9 @@ class DraftModel:
             if sequence.slot:
                 self._seen[sequence.slot] = len(sequence.context) + len(sequence.write)
 
+    def capture_next(self) -> bool:
+        return self._model.capture_next()
+
     def warm_up(self, progress: StartupProgress) -> None:
         """Warms up the model and captures the draft graphs. The sampler must be warmed up before."""
         self._model.warm_up(draft_progress(progress))

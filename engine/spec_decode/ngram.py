@@ -56,3 +56,6 @@ class NGram:
     def prefill(self, sequences: StepSequences) -> None: ...
 
     def warm_up(self, progress: StartupProgress) -> None: ...
+
+    def capture_next(self) -> bool:
+        return False

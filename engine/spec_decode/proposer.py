@@ -43,3 +43,7 @@ class Proposer(Protocol):
     def warm_up(self, progress: StartupProgress) -> None:
         """Compiles and captures what start-up should pay for."""
         ...
+
+    def capture_next(self) -> bool:
+        """Captures one CUDA graph that `warm_up` has left for later; see `CausalLM`."""
+        ...

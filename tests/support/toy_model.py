@@ -136,6 +136,9 @@ class ToyModel:
 
     def decode_graphs(self) -> None: ...
 
+    def capture_next(self) -> bool:
+        return False
+
     def warm_up(self, progress: StartupProgress) -> None:
         progress("toy", 0.0)
 

@@ -3,10 +3,11 @@
 Gain: a step that is launched kernel by kernel, some 560 operations, takes the host 15 ms or more whatever it holds; a
 replay is one launch. Switch: `engine.graphs`, up to `engine.max_graph_batch_size` rows.
 
-Graphs exist for a few row counts (buckets); a step is padded to the next one with sequences of one token over the
-padding slot. The tokens of a verify step are rows of their own: each attends to those before it, which the same step
-writes first. Contexts are then read once a token, which costs less than launching every kernel while they are short.
-Where other kernels attend to short contexts, a row count has a graph for steps of such rows, and one for all others.
+Graphs exist for a few row counts (buckets), some from the start and the others soon after (`cuda_graphs.sizes`); a step
+is padded to the next one with sequences of one token over the padding slot. The tokens of a verify step are rows of
+their own: each attends to those before it, which the same step writes first. Contexts are then read once a token, which
+costs less than launching every kernel while they are short. Where other kernels attend to short contexts, a row count
+has a graph for steps of such rows, and one for all others.
 All graphs share one memory pool, one set of inputs and one logits buffer, since steps run one after another.
 """
 
@@ -23,6 +24,7 @@ from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import InputBatch, StepKind, StepSequences, idle_sequences, pack
 from engine.kv_cache.storage import LayerShape
 from engine.model.compatibility import LayerCall, ProbedModel
+from engine.model.cuda_graphs.sizes import GraphSizes
 from engine.model.optimize.skinny_linear import skinny_step
 
 SMALL_BUCKETS = (2, 4, 8, 16)
@@ -134,18 +136,20 @@ class DecodeGraphs:
         self._steps: dict[GraphKey, CapturedStep] = {}
         self._graphs: dict[GraphKey, Any] = {}
         self._bounds = {rows: self.backend.graph_bounds(self.layer_params, rows, longest) for rows in self._buckets}
-        for rows in reversed(self._buckets):
-            for bound in self._bounds[rows]:
-                self._graphs[rows, bound] = self._capture(rows, bound)
+        self._sizes = GraphSizes(self._buckets, self._capture_rows)
 
     def bucket(self, rows: int) -> int:
         """Returns the row count to pad a step of `rows` to; `rows` itself where no graph is that large."""
-        return next((size for size in self._buckets if size >= rows), rows)
+        return self._sizes.fitting(rows) or rows
+
+    def capture_next(self) -> bool:
+        """Captures another row count; returns False where all are captured. Raises what capturing raises."""
+        return self._sizes.capture_next()
 
     def fits(self, batch: InputBatch) -> bool:
         """Returns whether a graph runs this padded step."""
         attended = batch.kv_indices.shape[0]
-        return batch.single and batch.num_tokens in self._bounds and attended <= len(self._buffers.indices)
+        return batch.single and batch.num_tokens in self._sizes and attended <= len(self._buffers.indices)
 
     def worth_replay(self, sequences: StepSequences) -> bool:
         """Returns whether a verify step is worth a replay, its tokens being rows of their own."""
@@ -192,6 +196,10 @@ class DecodeGraphs:
         step.replan(batch.kv_indptr)
         self._planned.record()
 
+    def _capture_rows(self, rows: int) -> None:
+        for bound in self._bounds[rows]:
+            self._graphs[rows, bound] = self._capture(rows, bound)
+
     def _capture(self, size: int, bound: int) -> Any:
         table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
         batch = pack(StepKind.DECODE, idle_sequences(size, 1), table, self.device)
@@ -215,7 +223,8 @@ class DecodeGraphs:
 def recorded(launch: Callable[[], None], device: torch.device, pool: Any) -> Any:
     """Returns a CUDA graph of what `launch` launches.
 
-    It runs `launch` first, so that nothing is built or tuned while the graph is captured.
+    It runs `launch` first, so that nothing is built or tuned while the graph is captured. Other threads may use the
+    device meanwhile: a service captures while it serves.
     """
     stream: Any = _cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -223,7 +232,7 @@ def recorded(launch: Callable[[], None], device: torch.device, pool: Any) -> Any
         launch()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         launch()
     return graph
 

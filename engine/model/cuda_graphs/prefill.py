@@ -5,10 +5,11 @@ the interpreter; below a thousand tokens or so the device waits for it. Gain: th
 takes 6.7 ms in place of 30, of the 8B shape (`benchmarks/results/http-load-small-steps.json`). Switch:
 `engine.prefill_graph_tokens`.
 
-Graphs exist for a few token counts; a step is padded to the next one, by one more sequence over the padding slot. A
-graph ends before the head, whose rows differ from step to step, and computes every row of the last layer. Unlike in
-decode graphs a sequence keeps its tokens together, so that its context is read once for each tile. Attention takes a
-fixed number of sequences in a graph, so that empty ones follow the step's own.
+Graphs exist for a few token counts, some from the start and the others soon after (`cuda_graphs.sizes`); a step is
+padded to the next one, by one more sequence over the padding slot. A graph ends before the head, whose rows differ from
+step to step, and computes every row of the last layer. Unlike in decode graphs a sequence keeps its tokens together, so
+that its context is read once for each tile. Attention takes a fixed number of sequences in a graph, so that empty ones
+follow the step's own.
 """
 
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from engine.attention.plans import GraphBuffers, Sequences
 from engine.batch.input_batch import InputBatch, StepKind, StepSequences, StepSize, idle_sequences, pack, size_of
 from engine.model.cuda_graphs.decode import CapturedStep, DecodeGraphs, recorded
+from engine.model.cuda_graphs.sizes import GraphSizes
 
 TOKEN_COUNTS = (32, 64, 128, 256)
 COUNT_STEP = 256
@@ -54,8 +56,7 @@ class PrefillGraphs:
             self._slots = torch.zeros(most, dtype=torch.int32, device=self._device)
             self._queries = torch.zeros(most + 1, dtype=torch.int32, device=self._device)
             self._buffers = GraphBuffers.of(most, MAX_ATTENDED + most, self._device, STAGING)
-        for count in reversed(self._sequences):
-            self._graphs[count] = self._capture(count)
+        self._sizes = GraphSizes(list(self._sequences), self._capture_count)
 
     def _sequences_of_counts(self, max_tokens: int) -> dict[int, int]:
         """Returns how many sequences the graph of each token count may hold."""
@@ -75,8 +76,14 @@ class PrefillGraphs:
         size = size_of(sequences)
         if size.attended > MAX_ATTENDED:
             return None
-        fitting = (count for count, most in self._sequences.items() if size.tokens <= count and size.sequences < most)
-        return next(fitting, None)
+        count = self._sizes.fitting(size.tokens)
+        while count is not None and size.sequences >= self._sequences[count]:
+            count = self._sizes.fitting(count + 1)
+        return count
+
+    def capture_next(self) -> bool:
+        """Captures another token count; returns False where all are captured. Raises what capturing raises."""
+        return self._sizes.capture_next()
 
     def replay(self, batch: InputBatch) -> torch.Tensor:
         """Runs a step that was padded to its `bucket`; returns the rows [R, hidden] that the head reads."""
@@ -89,6 +96,9 @@ class PrefillGraphs:
         self._front[: 3 * count].copy_(batch.front)
         self._slots[:count].copy_(batch.write_slots_i32)
         self._steps[count].plan_sequences(_filled_up(batch, self._sequences[count]))
+
+    def _capture_count(self, count: int) -> None:
+        self._graphs[count] = self._capture(count)
 
     def _capture(self, count: int) -> Any:
         decode_graphs, sequences = self._decode_graphs, self._sequences[count]

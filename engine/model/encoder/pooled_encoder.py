@@ -107,6 +107,9 @@ class PooledEncoder:
 
     def decode_graphs(self) -> None: ...
 
+    def capture_next(self) -> bool:
+        return False
+
     def fill(self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> None:
         """Is never called: no row shares what another one has computed."""
         _refuse()

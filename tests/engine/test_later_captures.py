@@ -1,0 +1,126 @@
+"""The step thread captures what a start-up has left for later: at rest one after another, beside work now and then."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from engine import core
+from engine.requests import ErrorCode, GenerateRequest
+from tests.support.toy_model import ToyModel
+
+MakeRig = Callable[..., Any]
+MakeJob = Callable[..., GenerateRequest]
+
+
+class Captures:
+    """Graphs that are left to capture, and what the engine was doing at each capture."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, left: int, error: Exception | None = None) -> None:
+        self.left, self.error = left, error
+        self.times = list[float]()
+        self.rig: Any = None
+        monkeypatch.setattr(ToyModel, "capture_next", lambda model: self._capture())
+
+    def _capture(self) -> bool:
+        if not self.left:
+            return False
+        engine_core = self.rig.engine.core
+        assert not engine_core._in_flight  # a step that is captured overwrites what one in flight reads
+        self.times.append(engine_core._clock())
+        if self.error is not None:
+            raise self.error
+        self.left -= 1
+        return True
+
+    async def done(self) -> None:
+        while self.rig.engine.core._lacks_graphs:
+            await asyncio.sleep(0.001)
+
+
+def started(make_rig: MakeRig, captures: Captures, **options: Any) -> Any:
+    captures.rig = make_rig(start=False, **options)
+    captures.rig.engine.start()
+    return captures.rig
+
+
+async def test_an_engine_at_rest_captures_all_that_is_left(
+    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures = Captures(monkeypatch, left=5)
+    rig = started(make_rig, captures)
+    await asyncio.wait_for(captures.done(), 10)
+    assert len(captures.times) == 5
+    assert len((await rig.run(generate_job([3, 4]))).tokens) == 8
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_beside_work_one_is_captured_in_each_period(
+    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """The clock is that of the steps: one every 10 ms."""
+    now = [0.0]
+
+    def step_begins(step: object) -> None:
+        now[0] += 0.01
+
+    captures = Captures(monkeypatch, left=5)
+    rig = make_rig(start=False, overlap=overlap, clock=lambda: now[0], before_step=step_begins, max_model_len=512)
+    captures.rig = rig
+    tasks = [asyncio.create_task(rig.run(generate_job([n], max_tokens=350, timeout_s=60.0))) for n in range(2)]
+    await rig.queued()
+    rig.engine.start()
+    results = await asyncio.wait_for(asyncio.gather(*tasks), 30)
+    assert [len(one.tokens) for one in results] == [350, 350]
+    beside = [time for time in captures.times if time < now[0]]
+    assert len(beside) >= 3
+    assert all(b - a >= core.CAPTURE_PERIOD_S for a, b in zip([0.0, *beside], beside, strict=False))
+
+
+async def test_without_the_bound_steps_would_wait_for_every_capture(
+    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault of the test above."""
+    monkeypatch.setattr(core, "CAPTURE_PERIOD_S", 0.0)
+    captures = Captures(monkeypatch, left=5)
+    rig = make_rig(start=False, clock=lambda: 0.0)
+    captures.rig = rig
+    task = asyncio.create_task(rig.run(generate_job([1], max_tokens=100)))
+    await rig.queued()
+    rig.engine.start()
+    await asyncio.wait_for(task, 30)
+    assert len(captures.times) == 5
+
+
+async def test_a_capture_that_fails_is_the_last_and_costs_no_request(
+    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    captures = Captures(monkeypatch, left=5, error=RuntimeError("out of memory"))
+    with caplog.at_level(logging.WARNING):
+        rig = started(make_rig, captures)
+        await asyncio.wait_for(captures.done(), 10)
+    assert len(captures.times) == 1 and "not captured" in caplog.text
+    assert len((await rig.run(generate_job([3, 4]))).tokens) == 8
+
+
+async def test_a_device_that_a_capture_loses_ends_the_engine(
+    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    captures = Captures(monkeypatch, left=1, error=RuntimeError("illegal memory access"))
+    captures.rig = rig = make_rig(start=False)
+    rig.model.device = torch.device("cuda")
+    monkeypatch.setattr("torch.cuda.synchronize", lost)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    rig.engine.start()
+    while rig.engine.healthy:
+        await asyncio.sleep(0.001)
+    assert rig.engine.core.fault == "RuntimeError"
+    with pytest.raises(Exception) as caught:
+        await rig.run(generate_job([1]))
+    assert getattr(caught.value, "code", None) is ErrorCode.NOT_READY
