@@ -18,6 +18,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureC
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
+from deployments import standby
 from deployments.api.app import build_api
 from deployments.auth.authenticator import Authenticator, refuse_open
 from deployments.auth.key_reloader import KeyReloader
@@ -150,7 +151,7 @@ def build(args: AppArgs) -> Application:
     replicas = serve.deployment(
         name="Replica",
         **_replicas(args),
-        ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
+        ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus, **standby.actor_options()},
         max_ongoing_requests=REPLICA_ONGOING,
         max_queued_requests=MAX_QUEUED,
         backpressure_config=FULL,

@@ -19,6 +19,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,7 +29,9 @@ import yaml
 from deployments.cli.launch import bytecode, haproxy, ray_env
 from deployments.cli.launch.listening_ports import listeners
 from deployments.cli.launch.model_check import ModelCheck
+from deployments.cli.launch.withheld_output import WithheldOutput
 from deployments.garbage_collection import paused
+from deployments.standby.pool import StandbyPool, wanted
 
 if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
@@ -80,6 +83,8 @@ class LocalService:
         """Serves until interrupted. Raises CannotServe for a wrong config."""
         with self.prepared() as folder:
             model_check = ModelCheck(self.config)
+            standby = StandbyPool(folder, wanted(self.config))
+            os.environ.update(standby.variables)
             try:
                 with paused():  # it imports Ray, which must find its environment
                     from deployments.cli.check import report
@@ -89,9 +94,14 @@ class LocalService:
                 file = folder / "config.yaml"
                 file.write_text(yaml.safe_dump(self.config, sort_keys=False), "utf-8")
                 with attention_build.compiling(self.config):
-                    _serve(file, self.urls, self.name, lambda: self._refuse(model_check.errors()))
+                    check = partial(self._refuse_wrong_model, model_check)
+                    _serve(file, self.urls, self.name, check=check, ready=standby.keep_spare)
             finally:
                 model_check.stop()
+                standby.stop()
+
+    def _refuse_wrong_model(self, model_check: ModelCheck) -> None:
+        self._refuse(model_check.errors())
 
     def _refuse(self, errors: Sequence[object]) -> None:
         if errors:
@@ -154,10 +164,13 @@ def _haproxy() -> tuple[Path | None, Path | None]:
         return None, None
 
 
-def _serve(config: Path, urls: Mapping[str, str], name: str, check: Callable[[], None]) -> None:
+def _serve(
+    config: Path, urls: Mapping[str, str], name: str, *, check: Callable[[], None], ready: Callable[[], None]
+) -> None:
     """Runs a config until interrupted. Raises CannotServe if an application fails to start.
 
-    `check` is called when Ray runs and nothing else does: what it raises ends Ray.
+    `check` is called when Ray and Serve run and no application does: what it raises ends them, and all that they have
+    printed is withheld. `ready` is called once every application answers.
     """
     import ray
     from click.exceptions import Abort
@@ -170,29 +183,49 @@ def _serve(config: Path, urls: Mapping[str, str], name: str, check: Callable[[],
         interrupted.set()
         raise KeyboardInterrupt
 
-    try:
-        ray.init(
-            address="local",
-            namespace="serve",
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            num_cpus=max(4, os.cpu_count() or 1),  # logical CPUs: enough for all actors on a small machine
-            logging_level=logging.WARNING,  # a refused start prints one line
-        )
-        for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets its own; a shell may ignore SIGINT
-            signal.signal(number, interrupt)
-        check()
-        cli.main(["run", "--non-blocking", str(config)], standalone_mode=False)
-        follow(lambda: serve.status().applications, urls, name)
-    except (KeyboardInterrupt, Abort):  # click's name of an interrupt of `serve run`
-        pass
-    except SystemExit:  # `serve run` has printed the error, or was interrupted itself
-        if not interrupted.is_set():
-            raise CannotServe(f"Serve refuses {name}, for the reason above.") from None
-    finally:
-        if ray.is_initialized():
-            _end(list(urls))
-        ray.shutdown()
+    with WithheldOutput(CannotServe) as output:
+        try:
+            ray.init(
+                address="local",
+                namespace="serve",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                num_cpus=max(4, os.cpu_count() or 1),  # logical CPUs: enough for all actors on a small machine
+                logging_level=logging.WARNING,
+            )
+            for number in (
+                signal.SIGINT,
+                signal.SIGTERM,
+            ):  # after ray.init, which sets its own; a shell may ignore SIGINT
+                signal.signal(number, interrupt)
+            _start_serve(config)
+            check()
+            output.release()
+            cli.main(["run", "--non-blocking", str(config)], standalone_mode=False)
+            follow(lambda: serve.status().applications, urls, name, ready)
+        except (KeyboardInterrupt, Abort):  # click's name of an interrupt of `serve run`
+            pass
+        except SystemExit:  # `serve run` has printed the error, or was interrupted itself
+            if not interrupted.is_set():
+                raise CannotServe(f"Serve refuses {name}, for the reason above.") from None
+        finally:
+            if ray.is_initialized():
+                _end(list(urls))
+            ray.shutdown()
+
+
+def _start_serve(config: Path) -> None:
+    """Starts Serve as `serve run` does, which then finds it. It has seconds to start while the model is checked."""
+    from ray import serve
+    from ray.serve.schema import ServeDeploySchema
+
+    given = ServeDeploySchema.model_validate(yaml.safe_load(config.read_text("utf-8")))
+    serve.start(
+        proxy_location=given.proxy_location,
+        http_options=given.http_options.model_dump(),
+        grpc_options=given.grpc_options.model_dump(),
+        controller_options=given.controller_options,
+    )
 
 
 def _end(applications: Sequence[str]) -> None:
@@ -209,13 +242,16 @@ def _end(applications: Sequence[str]) -> None:
             time.sleep(POLL_S)
 
 
-def follow(statuses: Statuses, urls: Mapping[str, str], name: str, poll_s: float = POLL_S) -> NoReturn:
+def follow(
+    statuses: Statuses, urls: Mapping[str, str], name: str, ready: Callable[[], None], poll_s: float = POLL_S
+) -> NoReturn:
     """Announces each application once it is ready, and waits for an interrupt.
 
     Args:
         statuses: returns the status of each application.
         urls: of the applications by name.
         name: of the configuration's file, for messages.
+        ready: is called once every application answers.
         poll_s: between two looks.
 
     Raises:
@@ -232,10 +268,11 @@ def follow(statuses: Statuses, urls: Mapping[str, str], name: str, poll_s: float
             failure = status and failure_of(status)
             if failure:
                 raise CannotServe(f"{name} is not served: {failure.reason}: {failure}")
-            if status and status.status == "RUNNING" and ready(url):  # before, Serve would log each look as a client
+            if status and status.status == "RUNNING" and answers(url):  # before, Serve would log each look as a client
                 del waiting[application]
                 announce(url, time.monotonic() - started)
         time.sleep(poll_s)
+    ready()
     while True:
         time.sleep(IDLE_S)
 
@@ -293,7 +330,7 @@ def _open_ports() -> str:
     )
 
 
-def ready(url: str) -> bool:
+def answers(url: str) -> bool:
     """Says whether /readyz answers 200. Proxies of the environment are not used, as the server is on this machine."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

@@ -134,7 +134,7 @@ class CheckHere:
     def stop(self) -> None: ...
 
 
-def serve_nothing(config: Path, urls: Any, name: str, check: Callable[[], None]) -> None:
+def serve_nothing(config: Path, urls: Any, name: str, *, check: Callable[[], None], **_: Any) -> None:
     check()
     pytest.fail("it was started")
 

@@ -238,6 +238,10 @@ def status(state: str, message: str = "", **deployments: tuple[str, str]) -> App
     )
 
 
+def no_call() -> None:
+    raise AssertionError("not every application answers")
+
+
 class Interrupted(Exception):
     """Ends what waits for an interrupt."""
 
@@ -247,6 +251,7 @@ def test_each_application_is_announced_once_ready_and_not_asked_before_it_runs(
 ) -> None:
     """Serve logs a look that it cannot answer yet as a client that left."""
     asked: list[str] = []
+    called: list[int] = []
     answers = [503, 503, 200]
 
     class Ready(http.server.BaseHTTPRequestHandler):
@@ -275,9 +280,10 @@ def test_each_application_is_announced_once_ready_and_not_asked_before_it_runs(
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}"
         with pytest.raises(Interrupted):
-            local_serve.follow(statuses, {"a": url}, "cpu.yaml")
+            local_serve.follow(statuses, {"a": url}, "cpu.yaml", lambda: called.append(len(asked)))
         server.shutdown()
         thread.join()
+    assert called == [3]
     assert asked == ["/readyz"] * 3 and seen == [0, 0, 0, 0, 1, 2]
     assert f"curl {url}/generative_scoring" in capsys.readouterr().out
 
@@ -306,14 +312,16 @@ engine.model.checkpoint_audit.BadCheckpoint: /m/model.safetensors is a git-lfs p
 )
 def test_a_start_that_fails_for_good_ends_with_its_reason(found: ApplicationStatusOverview, words: str) -> None:
     with pytest.raises(local_serve.CannotServe) as raised:
-        local_serve.follow(lambda: {"a": found}, {"a": "http://127.0.0.1:1"}, "a.yaml", poll_s=0.001)
+        local_serve.follow(lambda: {"a": found}, {"a": "http://127.0.0.1:1"}, "a.yaml", no_call, poll_s=0.001)
     assert str(raised.value) == words
 
 
 def test_one_failure_of_several_applications_ends_all() -> None:
     found = {"a": status("RUNNING"), "b": status("DEPLOY_FAILED", Replica=("DEPLOY_FAILED", TRACEBACK))}
     with pytest.raises(local_serve.CannotServe, match="BadCheckpoint"):
-        local_serve.follow(lambda: found, {"a": "http://127.0.0.1:1/a", "b": "http://127.0.0.1:1/b"}, "two.yaml")
+        local_serve.follow(
+            lambda: found, {"a": "http://127.0.0.1:1/a", "b": "http://127.0.0.1:1/b"}, "two.yaml", no_call
+        )
 
 
 @pytest.mark.full

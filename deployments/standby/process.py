@@ -1,0 +1,75 @@
+"""python -m deployments.standby.process SOCKET: imports what a replica needs, and becomes the worker it is sent."""
+
+import importlib
+import json
+import os
+import runpy
+import select
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from deployments.garbage_collection import paused
+from deployments.standby.launcher import TAKEN
+
+MODULES: Final = (  # most of what a replica imports; Ray itself must see the worker's environment when it is imported
+    "deployments.replica.make_engine",
+    "deployments.observability.replica_metrics",
+    "deployments.link.server",
+    "torch._inductor.compile_fx",
+)
+STANDARD_FILES: Final = 3
+PART: Final = 1 << 16  # bytes
+
+
+def main(path: Path, modules: Sequence[str] = MODULES) -> None:
+    """Waits at the socket `path` once it has imported the modules, and becomes the first worker that is sent."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        with paused():
+            for module in modules:
+                importlib.import_module(module)
+        fit = is_fit()
+        found = select.select([listener, sys.stdin], [], [])[0] if fit else []
+        path.unlink()
+        if listener not in found:  # `assay serve` has ended
+            return
+        connection, _ = listener.accept()
+    become(connection)
+
+
+def is_fit() -> bool:
+    """Returns whether this process may still become a worker: Ray will say which GPU is its own."""
+    torch = sys.modules["torch"]
+    return "ray" not in sys.modules and not torch.cuda.is_initialized()
+
+
+def become(connection: socket.socket) -> None:
+    """Takes the launcher's files, environment and folder as this process's own, and runs its program."""
+    message, files, _, _ = socket.recv_fds(connection, PART, STANDARD_FILES)
+    parts = [message.removeprefix(TAKEN)]
+    while part := connection.recv(PART):
+        parts.append(part)
+    program, environment, folder = _read(b"".join(parts))
+    for own, given in enumerate(files):
+        os.dup2(given, own)
+        os.close(given)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = program
+    connection.sendall(TAKEN)
+    runpy.run_path(program[0], run_name="__main__")
+    connection.close()  # at the end alone: the launcher ends when this process does
+
+
+def _read(sent: bytes) -> tuple[list[str], dict[str, str], str]:
+    program, environment, folder = json.loads(sent)
+    return program, environment, folder
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
