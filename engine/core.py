@@ -310,6 +310,8 @@ class EngineCore:
         to the sizes there are."""
         try:
             self._lacks_graphs = self.runner.capture_next()
+            if not self._lacks_graphs:
+                log.info("CUDA graphs of all sizes are captured.")
         except Exception as error:
             log.warning("CUDA graphs of further sizes are not captured.", exc_info=error)
             self._lacks_graphs = False
