@@ -19,6 +19,7 @@ MODULES: Final = (  # most of what a replica imports; Ray itself must see the wo
     "deployments.observability.replica_metrics",
     "deployments.link.server",
     "torch._inductor.compile_fx",
+    "fastapi",  # by Serve
 )
 STANDARD_FILES: Final = 3
 PART: Final = 1 << 16  # bytes

@@ -169,8 +169,8 @@ def _serve(
 ) -> None:
     """Runs a config until interrupted. Raises CannotServe if an application fails to start.
 
-    `check` is called when Ray and Serve run and no application does: what it raises ends them, and all that they have
-    printed is withheld. `ready` is called once every application answers.
+    `check` says whether the models are served, and raises if not; applications start meanwhile. Ray then ends, and what
+    it has printed is lost. `ready` is called once every application answers.
     """
     import ray
     from click.exceptions import Abort
@@ -193,39 +193,22 @@ def _serve(
                 num_cpus=max(4, os.cpu_count() or 1),  # logical CPUs: enough for all actors on a small machine
                 logging_level=logging.WARNING,
             )
-            for number in (
-                signal.SIGINT,
-                signal.SIGTERM,
-            ):  # after ray.init, which sets its own; a shell may ignore SIGINT
+            for number in (signal.SIGINT, signal.SIGTERM):  # ray.init has set its own; a shell may ignore SIGINT
                 signal.signal(number, interrupt)
-            _start_serve(config)
+            cli.main(["run", "--non-blocking", str(config)], standalone_mode=False)
             check()
             output.release()
-            cli.main(["run", "--non-blocking", str(config)], standalone_mode=False)
             follow(lambda: serve.status().applications, urls, name, ready)
         except (KeyboardInterrupt, Abort):  # click's name of an interrupt of `serve run`
             pass
         except SystemExit:  # `serve run` has printed the error, or was interrupted itself
+            output.release()
             if not interrupted.is_set():
                 raise CannotServe(f"Serve refuses {name}, for the reason above.") from None
         finally:
-            if ray.is_initialized():
+            if ray.is_initialized() and not output.withholds:
                 _end(list(urls))
             ray.shutdown()
-
-
-def _start_serve(config: Path) -> None:
-    """Starts Serve as `serve run` does, which then finds it. It has seconds to start while the model is checked."""
-    from ray import serve
-    from ray.serve.schema import ServeDeploySchema
-
-    given = ServeDeploySchema.model_validate(yaml.safe_load(config.read_text("utf-8")))
-    serve.start(
-        proxy_location=given.proxy_location,
-        http_options=given.http_options.model_dump(),
-        grpc_options=given.grpc_options.model_dump(),
-        controller_options=given.controller_options,
-    )
 
 
 def _end(applications: Sequence[str]) -> None:

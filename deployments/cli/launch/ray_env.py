@@ -32,6 +32,8 @@ LOCAL = (
     | INLINE
     | {
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Every worker of a service needs it. Those that Ray starts ahead import it before there is a controller.
+        "RAY_preload_python_modules": "ray.serve",
         "RAY_worker_niceness": "0",  # Ray's default, 15, puts proxy and ingress behind all other processes
         "RAY_AUTH_MODE": "token",
         # A dead proxy is noticed at the third check. A slow one, as on a loaded machine, must not be killed: with 2 s

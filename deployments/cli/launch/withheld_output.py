@@ -26,6 +26,10 @@ class WithheldOutput:
             os.dup2(self._held[file].fileno(), file)
         return self
 
+    @property
+    def withholds(self) -> bool:
+        return bool(self._own)
+
     def release(self, *, prints: bool = True) -> None:
         """Prints what was withheld, and withholds no more."""
         _flush()
