@@ -39,7 +39,7 @@ class StandbyPool:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """What Ray's processes must find in their environment."""
+        """Returns the variables that Ray's processes must find in their environment."""
         if not self._started:
             return {}
         command = (sys.executable, "-I", "-S", launcher.__file__, str(self._folder))

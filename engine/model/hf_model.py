@@ -385,8 +385,8 @@ class HFModel:
     @torch.no_grad()
     def warm_up(self, progress: StartupProgress) -> None:
         """Builds attention kernels, compiles the layers and the modules around them, and captures graphs, on CUDA;
-        traces the model's base on a CPU. In the first call alone. Of the graphs it captures the most common
-        sizes; `capture_next` captures the others."""
+        traces the model's base on a CPU. In the first call alone. `capture_next` captures the less
+        common sizes."""
         if self._warm:
             return
         self._warm = True

@@ -19,7 +19,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -86,22 +85,25 @@ class LocalService:
             standby = StandbyPool(folder, wanted(self.config))
             os.environ.update(standby.variables)
             try:
-                with paused():  # it imports Ray, which must find its environment
-                    from deployments.cli.check import report
-                    from deployments.cli.launch import attention_build
-
-                self._refuse(report.errors_of(self.config))
-                file = folder / "config.yaml"
-                file.write_text(yaml.safe_dump(self.config, sort_keys=False), "utf-8")
+                with paused():
+                    from deployments.cli.launch import attention_build  # takes a moment
                 with attention_build.compiling(self.config):
-                    check = partial(self._refuse_wrong_model, model_check)
-                    _serve(file, self.urls, self.name, check=check, ready=standby.keep_spare)
+                    with paused():
+                        from deployments.cli.check import report  # it imports Ray, which must find its environment
+
+                    self._refuse(report.errors_of(self.config))
+                    file = folder / "config.yaml"
+                    file.write_text(yaml.safe_dump(self.config, sort_keys=False), "utf-8")
+                    _serve(
+                        file,
+                        self.urls,
+                        self.name,
+                        check=lambda: self._refuse(model_check.errors()),
+                        ready=standby.keep_spare,
+                    )
             finally:
                 model_check.stop()
                 standby.stop()
-
-    def _refuse_wrong_model(self, model_check: ModelCheck) -> None:
-        self._refuse(model_check.errors())
 
     def _refuse(self, errors: Sequence[object]) -> None:
         if errors:
