@@ -1,5 +1,7 @@
 """Which sizes of steps are captured as a model starts, and which size a step is padded to before and after the rest."""
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,10 +10,15 @@ import torch
 from engine.attention import flashinfer_wrappers
 from engine.attention.flashinfer_backend import FlashInferAttention
 from engine.batch.input_batch import StepKind
+from engine.config import EngineConfig
 from engine.model.cuda_graphs.decode import buckets
 from engine.model.cuda_graphs.prefill import token_counts
 from engine.model.cuda_graphs.sizes import GraphSizes
+from tests.engine.model.halves import BF16, FULL, PLAIN, largest_difference, on_gpu
 from tests.engine.model.stand_in import Replayed, ReplayedPrefill
+
+EAGER = replace(PLAIN, token_budget=96)
+SMALL = replace(FULL, token_budget=96, prefill_graph_tokens=EngineConfig().prefill_graph_tokens)
 
 
 @pytest.mark.parametrize(
@@ -81,3 +88,46 @@ def test_steps_use_the_sizes_that_are_captured_later(
         pass
     run()
     assert (prefill.replays, decode.replays) == ([72, 48], [6])
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # those of the compilers are not ours
+def test_graphs_that_another_thread_captures_between_steps_agree_with_eager(
+    tiny_models: Any, tiny_driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a service does: it warms up in one thread, and its step thread captures."""
+    monkeypatch.setattr("engine.model.cuda_graphs.decode.BUCKET_STEP", 3)
+    monkeypatch.setattr("engine.model.cuda_graphs.prefill.COUNT_STEP", 24)
+    torch.compiler.reset()
+    eager, full = (tiny_driver(on_gpu(tiny_models, "qwen3"), engine=one) for one in (EAGER, SMALL))
+    full.model.warm_up(lambda stage, seconds: None)
+    wanted, found, replays = _steps(eager), list[list[torch.Tensor]](), list[int]()
+
+    def serve() -> None:
+        torch.cuda.set_device(0)
+        left = True
+        while left:
+            before = full.model.graph_replays
+            found.append(_steps(full))
+            replays.append(full.model.graph_replays - before)
+            left = full.model.capture_next()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(serve).result()
+    assert len(found) == 1 + len([3, 6]) + len([72, 48, 24])
+    assert replays == [4] * len(found)  # the filled tokens are a step, too
+    for one in found:
+        assert largest_difference(one, wanted) < BF16
+
+
+def _steps(d: Any) -> list[torch.Tensor]:
+    """The logits of prompts of 65 and 20 tokens, and of a decode step of five rows."""
+    lengths = (72, 24, *[3] * 5)
+    a, b, *others = range(len(lengths)) if d.ids else map(d.add, lengths)
+    d.model.fill(StepKind.PREFILL, [d.run(one, 0, 1, rows=[]) for one in others], d.table)
+    steps = [
+        (StepKind.PREFILL, [d.run(a, 0, 65)]),
+        (StepKind.PREFILL, [d.run(b, 0, 20)]),
+        (StepKind.DECODE, [d.run(one, 1, 2, from_table=True) for one in others]),
+    ]
+    return [d.model.forward(kind, sequences, d.table).float().clone() for kind, sequences in steps]
