@@ -124,6 +124,7 @@ class EngineCore:
         self._stopping = False
         self._since_collection = 0
         self._lacks_graphs = True  # the start-up may have left CUDA graphs for later
+        self._later_captures = 0
         self._last_capture = clock()
 
     # The life of the thread.
@@ -310,13 +311,14 @@ class EngineCore:
         to the sizes there are."""
         try:
             self._lacks_graphs = self.runner.capture_next()
-            if not self._lacks_graphs:
-                log.info("CUDA graphs of all sizes are captured.")
         except Exception as error:
             log.warning("CUDA graphs of further sizes are not captured.", exc_info=error)
             self._lacks_graphs = False
             if is_lost(self._model.device, error):
                 raise
+        self._later_captures += self._lacks_graphs
+        if self._later_captures and not self._lacks_graphs:
+            log.info("CUDA graphs of %d further sizes are captured.", self._later_captures)
         self._last_capture = self._clock()
 
     def _collect_garbage(self) -> None:

@@ -172,7 +172,7 @@ def main() -> None:
     config = EngineConfig(kv_slots=KV_SLOTS, token_budget=TOKEN_BUDGET, max_running=MAX_RUNNING)
     model = load_model(ModelConfig(path="builtin", device="cpu"), config)
     engine = Engine(model, config)
-    engine.warm_up(lambda stage, seconds: None, capture_all=True)
+    engine.warm_up(lambda stage, seconds: None)
     engine.start()
     clock = CpuClock(dict(zip(("default", "fast"), args.pids or (), strict=False)))
     before = system_info.load()

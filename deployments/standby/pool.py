@@ -13,6 +13,7 @@ from typing import Any, Final
 from deployments.standby import COMMAND_VARIABLE, COUNT_VARIABLE, launcher
 
 MODULE: Final = "deployments.standby.process"
+MAX_COUNT: Final = 64
 GPUS: Final = "/dev/nvidia[0-9]*"
 THREADS_VARIABLE: Final = (
     "OMP_NUM_THREADS"  # torch reads it when it is imported; Ray sets it for a worker, by its cores
@@ -68,7 +69,7 @@ class StandbyPool:
             [sys.executable, "-P", "-m", MODULE, str(self._folder / f"{number:04}{launcher.SUFFIX}")],
             env={THREADS_VARIABLE: "1"} | os.environ | {"PYTHONPATH": paths},
             stdin=subprocess.PIPE,  # ends with this process
-            stdout=subprocess.PIPE,  # ends when the process waits no more
+            stdout=subprocess.PIPE,  # ends when the process waits no more, with TAKEN if it becomes a worker
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt of the terminal is for `assay serve`
         )
@@ -79,18 +80,24 @@ class StandbyPool:
         """Waits until a process waits no more, then for its end: Ray would take one that is not reaped for alive."""
         with process:
             assert process.stdout is not None
-            process.stdout.read()
+            is_worker = process.stdout.read().endswith(launcher.TAKEN)
             with self._lock:
                 del self._waiting[number]
-                if process.poll() is None:  # a worker; one that has ended was not fit, and the next would not be
+                if is_worker:  # one that has ended was not fit, and the next would not be
                     self._replenish()
 
 
 def wanted(config: Mapping[str, Any]) -> int:
     """Returns how many processes a Serve config has use for: one a replica on a GPU of this machine, unless
-    ASSAY_STANDBY names a number. The config may be wrong, which is reported elsewhere."""
-    named = os.environ.get(COUNT_VARIABLE, "")
-    if named.isdecimal():
+    ASSAY_STANDBY names a number. The config may be wrong, which is reported elsewhere.
+
+    Raises:
+        ValueError: ASSAY_STANDBY is no number in [0, 64].
+    """
+    named = os.environ.get(COUNT_VARIABLE)
+    if named is not None:
+        if not (named.isdecimal() and int(named) <= MAX_COUNT):
+            raise ValueError(f"`{COUNT_VARIABLE}` must be in [0, {MAX_COUNT}]. Given: {named}.")
         return int(named)
     applications = config.get("applications")
     found = [_replicas(one) for one in applications] if isinstance(applications, list) else []

@@ -55,6 +55,7 @@ def become(connection: socket.socket) -> None:
     while part := connection.recv(PART):
         parts.append(part)
     program, environment, folder = _read(b"".join(parts))
+    os.write(sys.stdout.fileno(), TAKEN)  # to the pool
     for own, given in enumerate(files):
         os.dup2(given, own)
         os.close(given)

@@ -385,8 +385,7 @@ class HFModel:
     @torch.no_grad()
     def warm_up(self, progress: StartupProgress) -> None:
         """Builds attention kernels, compiles the layers and the modules around them, and captures graphs, on CUDA;
-        traces the model's base on a CPU. In the first call alone. `capture_next` captures the less
-        common sizes."""
+        traces the model's base on a CPU. In the first call alone. `capture_next` captures graphs of further sizes."""
         if self._warm:
             return
         self._warm = True

@@ -48,28 +48,30 @@ def started(make_rig: MakeRig, captures: Captures, **options: Any) -> Any:
 
 
 async def test_an_engine_at_rest_captures_all_that_is_left(
-    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     captures = Captures(monkeypatch, left=5)
-    rig = started(make_rig, captures)
-    await asyncio.wait_for(captures.done(), 10)
-    assert len(captures.times) == 5
+    with caplog.at_level(logging.INFO):
+        rig = started(make_rig, captures)
+        await asyncio.wait_for(captures.done(), 10)
+    assert len(captures.times) == 5 and "5 further sizes" in caplog.text
     assert len((await rig.run(generate_job([3, 4]))).tokens) == 8
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-async def test_beside_work_one_is_captured_in_each_period(
-    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
-    """The clock is that of the steps: one every 10 ms."""
-    now = [0.0]
+async def spaced_beside_work(
+    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch, *, overlap: bool
+) -> bool:
+    """Tells whether the captures beside 350 steps were a period apart, as at least three must be. The clock is that of
+    the steps: one every 10 ms."""
+    now, period = [0.0], 1.0
 
     def step_begins(step: object) -> None:
         now[0] += 0.01
 
     captures = Captures(monkeypatch, left=5)
-    rig = make_rig(start=False, overlap=overlap, clock=lambda: now[0], before_step=step_begins, max_model_len=512)
-    captures.rig = rig
+    captures.rig = rig = make_rig(
+        start=False, overlap=overlap, clock=lambda: now[0], before_step=step_begins, max_model_len=512
+    )
     tasks = [asyncio.create_task(rig.run(generate_job([n], max_tokens=350, timeout_s=60.0))) for n in range(2)]
     await rig.queued()
     rig.engine.start()
@@ -77,22 +79,32 @@ async def test_beside_work_one_is_captured_in_each_period(
     assert [len(one.tokens) for one in results] == [350, 350]
     beside = [time for time in captures.times if time < now[0]]
     assert len(beside) >= 3
-    assert all(b - a >= core.CAPTURE_PERIOD_S for a, b in zip([0.0, *beside], beside, strict=False))
+    return all(b - a >= period for a, b in zip([0.0, *beside], beside, strict=False))
 
 
-async def test_without_the_bound_steps_would_wait_for_every_capture(
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_beside_work_one_is_captured_a_second(
+    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    assert await spaced_beside_work(make_rig, generate_job, monkeypatch, overlap=overlap)
+
+
+async def test_captures_that_follow_each_other_beside_work_would_be_seen(
     make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted fault of the test above."""
     monkeypatch.setattr(core, "CAPTURE_PERIOD_S", 0.0)
-    captures = Captures(monkeypatch, left=5)
-    rig = make_rig(start=False, clock=lambda: 0.0)
-    captures.rig = rig
-    task = asyncio.create_task(rig.run(generate_job([1], max_tokens=100)))
-    await rig.queued()
-    rig.engine.start()
-    await asyncio.wait_for(task, 30)
-    assert len(captures.times) == 5
+    assert not await spaced_beside_work(make_rig, generate_job, monkeypatch, overlap=False)
+
+
+async def test_an_engine_without_graphs_says_nothing_of_them(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    captures = Captures(monkeypatch, left=0)
+    with caplog.at_level(logging.INFO):
+        started(make_rig, captures)
+        await asyncio.wait_for(captures.done(), 10)
+    assert "graphs" not in caplog.text
 
 
 async def test_a_capture_that_fails_is_the_last_and_costs_no_request(

@@ -68,7 +68,11 @@ class LocalService:
         return urls_of(self.config)
 
     def refuse(self) -> None:
-        """Raises CannotServe if the port is taken, or fast mode would be open to other machines."""
+        """Raises CannotServe for a port that is taken, a wrong variable, or a fast mode open to other machines."""
+        try:
+            wanted(self.config)
+        except ValueError as error:
+            raise CannotServe(str(error)) from None
         url = next(iter(self.urls.values()), None)
         if url is not None and taken(url):
             raise CannotServe(f"{url} is taken by another process: change http_options.port in {self.name}.")
@@ -85,8 +89,8 @@ class LocalService:
             standby = StandbyPool(folder, wanted(self.config))
             os.environ.update(standby.variables)
             try:
-                with paused():
-                    from deployments.cli.launch import attention_build  # takes a moment
+                with paused():  # of the command's own alone: other commands do without it
+                    from deployments.cli.launch import attention_build
                 with attention_build.compiling(self.config):
                     with paused():
                         from deployments.cli.check import report  # it imports Ray, which must find its environment

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from deployments import standby
+from deployments.cli.launch.local_serve import CannotServe, LocalService
 from deployments.standby import launcher, pool, process
 from deployments.standby.pool import StandbyPool, wanted
 
@@ -191,3 +192,22 @@ def test_one_process_waits_for_each_replica_on_a_gpu(
     assert wanted({"applications": applications}) == 0
     monkeypatch.setenv(standby.COUNT_VARIABLE, "3")
     assert wanted({"applications": applications}) == 3
+
+
+@pytest.mark.parametrize("given", ["", "many", "-1", "65", "1.5"])
+def test_a_wrong_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv(standby.COUNT_VARIABLE, given)
+    service = LocalService(config={}, name="cpu.yaml")
+    with pytest.raises(CannotServe, match=rf"`ASSAY_STANDBY` must be in \[0, 64\]\. Given: {given}\."):
+        service.refuse()
+
+
+def test_a_pool_does_not_start_processes_that_are_unfit_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(pool, "MODULE", "tests.support.no_such_module")
+    ended = StandbyPool(folder, 1)
+    ended.keep_spare()
+    until(lambda: not ended._waiting)
+    ended.stop()
+    assert ended._started == 1

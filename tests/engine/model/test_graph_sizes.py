@@ -1,7 +1,6 @@
 """Which sizes of steps are captured as a model starts, and which size a step is padded to before and after the rest."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,15 +9,11 @@ import torch
 from engine.attention import flashinfer_wrappers
 from engine.attention.flashinfer_backend import FlashInferAttention
 from engine.batch.input_batch import StepKind
-from engine.config import EngineConfig
 from engine.model.cuda_graphs.decode import buckets
 from engine.model.cuda_graphs.prefill import token_counts
 from engine.model.cuda_graphs.sizes import GraphSizes
-from tests.engine.model.halves import BF16, FULL, PLAIN, largest_difference, on_gpu
+from tests.engine.model.halves import BF16, EAGER, SMALL, largest_difference, on_gpu
 from tests.engine.model.stand_in import Replayed, ReplayedPrefill
-
-EAGER = replace(PLAIN, token_budget=96)
-SMALL = replace(FULL, token_budget=96, prefill_graph_tokens=EngineConfig().prefill_graph_tokens)
 
 
 @pytest.mark.parametrize(

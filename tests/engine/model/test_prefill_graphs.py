@@ -1,6 +1,5 @@
 """Small prefill and score steps as graphs: over stand-ins on a CPU against torch, and on a GPU against eager steps."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from engine.model.cuda_graphs.decode import CapturedStep
 from engine.model.cuda_graphs.prefill import PrefillGraphs, token_counts
 from engine.model.lm_head import LogprobQuery
 from tests.engine.model.conftest import SIX
-from tests.engine.model.halves import BF16, FULL, PLAIN, on_gpu
+from tests.engine.model.halves import BF16, EAGER, SMALL, on_gpu
 from tests.engine.model.stand_in import Prefill, Ragged, Replayed, ReplayedPrefill
 
 CPU = torch.device("cpu")
@@ -252,9 +251,6 @@ def test_sizes_that_no_graph_has_are_refused(tokens: int) -> None:
 
 
 # On a GPU, in bfloat16
-
-EAGER = replace(PLAIN, token_budget=96)
-SMALL = replace(FULL, token_budget=96, prefill_graph_tokens=EngineConfig().prefill_graph_tokens)
 
 
 @pytest.mark.gpu
