@@ -122,7 +122,7 @@ async def idle(server: ReplicaServer) -> EngineStats:
 async def settled(server: ReplicaServer) -> EngineStats:
     """The engine's numbers once nothing is alive and no slot is held."""
     async with asyncio.timeout(10):
-        while (stats := server.engine.stats()).live_requests or stats.live_rows or stats.kv_slots_used:
+        while any(_left(stats := server.engine.stats())):
             await asyncio.sleep(0.001)
     return stats
 

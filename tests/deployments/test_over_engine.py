@@ -106,7 +106,9 @@ async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
     engine.start()
     yield engine
     for _ in range(2000):
-        if not engine.stats().live_requests and not engine.stats().live_rows and engine.core.kv_cache.settled:
+        stats = engine.stats()
+        # A request that the step thread has not taken in yet is in the queue's account alone.
+        if not (stats.queued_tokens or stats.live_requests or stats.live_rows) and engine.core.kv_cache.settled:
             break
         await asyncio.sleep(0.002)
     stats = engine.stats()

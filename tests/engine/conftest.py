@@ -182,7 +182,7 @@ class Rig:
         """Until the engine has nothing left to do."""
         for _ in range(2_000):
             stats = self.engine.stats()
-            if not stats.live_requests and self.engine.core.kv_cache.settled:
+            if not (stats.queued_tokens or stats.live_requests) and self.engine.core.kv_cache.settled:
                 return
             await asyncio.sleep(0.002)
         raise AssertionError(f"the engine did not come to rest: {self.engine.stats()}")
