@@ -26,7 +26,7 @@ from engine.requests import TenantTokens
 
 # The part of the time left that the queue may take: a queue that is served fairly makes each wait up to twice as long.
 MAX_WAIT_SHARE = 0.4
-RESERVED_SHARE = 1 / 16  # of a tenant's bound, for requests that have been read: half a second of eight
+RESERVED_SHARE = 1 / 16  # of a tenant's bound, for requests that have been read: at most half a second of eight
 MAX_JUDGED = 16  # replicas whose queues are looked at for one request: the least loaded
 MIN_WAIT_S = 1.0  # retry-after of a queue whose speed is unknown
 
@@ -78,7 +78,10 @@ class Admission:
 
     def _closed_s(self, name: str, timeout_s: float, tenant: str) -> float:
         queue = self._loads.queue(name)
-        cost = int(RESERVED_SHARE * queue.max_tokens / max(1, queue.tenants))
+        limit = float(queue.max_tokens)
+        if queue.tokens_per_s > 0:
+            limit = min(limit, queue.tokens_per_s * MAX_WAIT_SHARE * timeout_s)
+        cost = int(RESERVED_SHARE * limit / max(1, queue.tenants))
         return self._queue_wait_s(name, queue, TenantTokens(tenant, PRIORITIES[0], cost), timeout_s)
 
     def wait_s(self, work: TenantTokens, timeout_s: float) -> float:

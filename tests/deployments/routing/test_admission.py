@@ -187,6 +187,18 @@ def test_the_last_part_of_a_queue_is_for_what_has_been_read(queues: Sequence[Loa
     admission.check_open(60, "")
 
 
+@pytest.mark.parametrize(
+    ("most", "timeout_s", "open_below"), [(1 << 30, 60, 1_000), (1 << 30, 2, 75), (800, 1, 37), (800, 60, 750)]
+)
+def test_the_last_part_is_of_what_may_wait_until_the_deadline(most: int, timeout_s: float, open_below: int) -> None:
+    """A queue may be of any length, or longer than a short deadline allows: the part is then of the shorter one."""
+    admission, _, _ = gate(Load(open_below, 100.0, most))
+    admission.check_open(timeout_s, "")
+    admission, _, _ = gate(Load(open_below + 2, 100.0, most))
+    with pytest.raises(ApiError):
+        admission.check_open(timeout_s, "")
+
+
 HEAVY = Load(780, 100.0, 800, (TenantTokens("heavy", 0, 780),))
 
 
