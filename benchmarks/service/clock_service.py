@@ -120,18 +120,39 @@ class _Fetched:
         return self._output
 
 
-class ClockReplica(Replica):  # type: ignore[misc]  # of either place
-    """Runs the service's replica with an engine on a clock."""
+class OnClock:
+    """Gives a replica of the service an engine on a clock."""
+
+    _args: Any
+
+    async def start(self, model: Any = None) -> None:
+        if hasattr(Replica, "_make_engine"):  # at earlier commits
+            await super().start(model)  # type: ignore[misc]
+        else:
+            with mock.patch("deployments.replica.replica.make_engine", _warm_clock):
+                await super().start(model)  # type: ignore[misc]
 
     def _make_engine(self, model: Any) -> Any:
-        config: Any = self._args.engine_config()
         self._digest = ""  # a clock has no weights to compare
-        clock = ClockModel(vocab_size=int(os.environ["ASSAY_CLOCK_VOCAB"]))
-        try:
-            overlapped = {"options": first_of("engine.core:LoopOptions")(overlap=True)}
-        except ImportError:
-            overlapped = {"overlap": True}
-        return Engine(clock, config, ClockSampler(clock, config), **overlapped)
+        return _clock_engine(self._args)
+
+
+class ClockReplica(OnClock, Replica):  # type: ignore[misc]  # of either place
+    """Runs the service's replica on a clock."""
+
+
+def _warm_clock(args: AppArgs, progress: Any, model: Any = None) -> Any:
+    return first_of("deployments.replica.make_engine:WarmEngine")(_clock_engine(args), weights_digest="")
+
+
+def _clock_engine(args: AppArgs) -> Any:
+    config: Any = args.engine_config()
+    clock = ClockModel(vocab_size=int(os.environ["ASSAY_CLOCK_VOCAB"]))
+    try:
+        overlapped = {"options": first_of("engine.core:LoopOptions")(overlap=True)}
+    except ImportError:
+        overlapped = {"overlap": True}
+    return Engine(clock, config, ClockSampler(clock, config), **overlapped)
 
 
 def build(args: AppArgs) -> Application:
