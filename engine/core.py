@@ -136,6 +136,8 @@ class EngineCore:
         self._stopping = False
         self.scheduler.policy.largest_graphed = self._model.prefill_graph_limit  # known once the model was warmed up
         garbage_collection.hold()
+        if self._model.contexts_built is not None:
+            self._model.contexts_built.add_done_callback(lambda _: self.calls.post(self._share_contexts))
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._running = True
         self._thread.start()
@@ -320,6 +322,15 @@ class EngineCore:
         if self._later_captures and not self._lacks_graphs:
             log.info("CUDA graphs of %d further sizes are captured.", self._later_captures)
         self._last_capture = self._clock()
+
+    def _share_contexts(self) -> None:
+        """Has steps attend to shared contexts once. Where that fails, each sequence goes on attending to its own."""
+        try:
+            self._model.share_contexts()
+        except Exception as error:
+            log.warning("Contexts that sequences have in common are not attended to once for all.", exc_info=error)
+            if is_lost(self._model.device, error):
+                raise
 
     def _collect_garbage(self) -> None:
         self._since_collection += 1

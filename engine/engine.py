@@ -94,17 +94,17 @@ class Engine:
 
     # Life.
 
-    def warm_up(self, progress: StartupProgress, *, capture_all: bool = False) -> None:
+    def warm_up(self, progress: StartupProgress, *, complete: bool = False) -> None:
         """Compiles and captures, so that no request waits for it.
 
         Args:
             progress: is given each part as it is done.
-            capture_all: captures every CUDA graph. Otherwise the step thread captures the less common sizes when it
-                has nothing else to do.
+            complete: leaves nothing for later. Otherwise the step thread captures the less common sizes of CUDA graphs
+                when it has nothing else to do, and shares contexts once the kernels for that are compiled.
         """
         self.core.runner.warm_up(progress)
-        while capture_all and self.core.runner.capture_next():
-            pass
+        if complete:
+            self.core.runner.complete(progress)
 
     def start(self) -> None:
         """Starts the step thread, also again after `stop`.

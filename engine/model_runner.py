@@ -18,7 +18,7 @@ from engine.warmup.background_compile import background_compile_for
 from gpu_sampler.logprobs import chosen_logprobs, label_logprobs
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingLimits
-from gpu_sampler.startup_progress import StartupProgress
+from gpu_sampler.startup_progress import StartupProgress, timed
 
 
 class ModelRunner:
@@ -54,7 +54,14 @@ class ModelRunner:
             )
         if self.proposer is not None:
             self.proposer.warm_up(progress)  # captures what the sampler launches, so it comes after it
-        self.model.warm_up_contexts(progress)
+
+    def complete(self, progress: StartupProgress) -> None:
+        """Does all that `warm_up` leaves to the time after it."""
+        while self.capture_next():
+            pass
+        if self.model.contexts_built is not None:
+            with timed("shared contexts", progress):
+                self.model.share_contexts()
 
     def capture_next(self) -> bool:
         """Captures one CUDA graph that `warm_up` has left for later; returns False where none is left."""

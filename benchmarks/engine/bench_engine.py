@@ -284,7 +284,7 @@ def main() -> None:
     engine = Engine(model, config)
     stages: list[Row] = []
     engine.warm_up(
-        lambda stage, seconds: stages.append({"case": f"start-up: {stage}", "seconds": seconds}), capture_all=True
+        lambda stage, seconds: stages.append({"case": f"start-up: {stage}", "seconds": seconds}), complete=True
     )
     table = torch.ones((config.max_running + 1, model.max_model_len), dtype=torch.int32, device=model.device)
     share = args.share or (1 if model.device.type == "cuda" else 32)

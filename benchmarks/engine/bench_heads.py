@@ -34,7 +34,7 @@ def _started(path: str, head: Literal["lm", "sequence"], slots: int) -> Engine:
     config = EngineConfig(max_queued_tokens=1 << 30, kv_slots=slots)
     model = load_model(ModelConfig(path=path, random_weights=True, head=head), config)
     engine = Engine(model, config)
-    engine.warm_up(lambda stage, seconds: None, capture_all=True)
+    engine.warm_up(lambda stage, seconds: None, complete=True)
     engine.start()
     return engine
 

@@ -207,7 +207,7 @@ def main() -> None:
         ModelConfig(path=given.model, random_weights=given.random_weights, max_model_len=given.max_model_len), config
     )
     engine = Engine(model, config)
-    engine.warm_up(lambda stage, seconds: None, capture_all=True)
+    engine.warm_up(lambda stage, seconds: None, complete=True)
     rows = [row for name, run in steps(model).items() for row in step_rows(model, name, run)]
     engine.start()
     try:

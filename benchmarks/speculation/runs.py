@@ -92,7 +92,7 @@ def running(
     )
     drafter = draft if config.speculation.method == "draft_model" else None
     engine = Engine(target, config, own, draft=drafter, options=LoopOptions(overlap=overlap))
-    engine.warm_up(progress, capture_all=True)
+    engine.warm_up(progress, complete=True)
     engine.start()
     try:
         yield engine

@@ -93,7 +93,7 @@ def _start_up(args: "AppArgs") -> None:
         print(f"{args.model.name}: {stage} took {seconds:.2f} s", flush=True)
 
     try:
-        make_engine(args, progress)
+        make_engine(args, progress, complete=True)
     except Exception as error:  # of the library of models, too
         print(f"assay warm: {args.model.name} is not served: {error}", file=sys.stderr)
         sys.exit(FAILED)

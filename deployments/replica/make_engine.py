@@ -21,13 +21,16 @@ class WarmEngine(NamedTuple):
     weights_digest: str
 
 
-def make_engine(args: AppArgs, progress: StartupProgress, model: CausalLM | None = None) -> WarmEngine:
+def make_engine(
+    args: AppArgs, progress: StartupProgress, model: CausalLM | None = None, *, complete: bool = False
+) -> WarmEngine:
     """Loads what a configuration names, checks it and warms it up; raises where it must not be served.
 
     Args:
         args: The configuration.
         progress: Receives each stage.
         model: The model, for tests; None: it is loaded.
+        complete: See `Engine.warm_up`.
     """
     config = args.engine_config()
     started = time.perf_counter()
@@ -40,6 +43,6 @@ def make_engine(args: AppArgs, progress: StartupProgress, model: CausalLM | None
         )
     digest = joined_digest(*(one.weights_digest for one in (model, draft) if one is not None))
     engine = Engine(model, config, limits=args.all_limits().sampling, draft=draft)
-    engine.warm_up(progress)
+    engine.warm_up(progress, complete=complete)
     log.info("Model %s is ready after %.1f s.", args.model.name, time.perf_counter() - started)
     return WarmEngine(engine, digest)

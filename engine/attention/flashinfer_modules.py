@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from threading import Thread, get_native_id
 from typing import Any, Final, NamedTuple
@@ -28,8 +28,8 @@ INDEX = torch.int32
 NO_POSITIONS = 0  # attention receives rotated queries and keys
 MAX_CONCURRENT_BUILDS: Final = 16
 COMPILERS_A_CORE: Final = 2  # they take a GB or more each; with one a core, cores would be idle at the end
-NICENESS: Final = 5  # of all compilers but those of the slowest module, which is needed last and compiles for longest
-SLOWEST: Final = ("contexts", "sampling")  # to compile, the slowest first: started last, they would end late
+LATER: Final = ("contexts", "cascade")  # no start waits for these
+NICENESS, LATER_NICENESS = 5, 15  # of compilers: Ray's processes start beside them, and a start waits for most of them
 
 
 class ModuleShape(NamedTuple):
@@ -88,14 +88,13 @@ class Built(NamedTuple):
     error: Exception | None
 
 
-def _build(module: Any, yields: bool) -> Built:
-    """Compiles a module. `yields`: its compilers give way to those of others."""
+def _build(module: Any, later: bool) -> Built:
+    """Compiles a module. `later`: its compilers give way to those of others."""
     started = time.perf_counter()
     error = None
-    if yields:
-        thread = os.PRIO_PROCESS, get_native_id()  # and what it starts
-        with suppress(OSError):  # a sandbox may forbid it
-            os.setpriority(*thread, max(os.getpriority(*thread), NICENESS))
+    thread = os.PRIO_PROCESS, get_native_id()  # and what it starts
+    with suppress(OSError):  # a sandbox may forbid it
+        os.setpriority(*thread, max(os.getpriority(*thread), LATER_NICENESS if later else NICENESS))
     try:
         module.build(verbose=False)
     except Exception as raised:  # the others go on
@@ -103,9 +102,8 @@ def _build(module: Any, yields: bool) -> Built:
     return Built(time.perf_counter() - started, error)
 
 
-def _place(named: tuple[str, Any]) -> int:
-    """Returns the place of a module in the order of their start."""
-    return next((place for place, kind in enumerate(SLOWEST) if named[0].startswith(kind)), len(SLOWEST))
+def _is_for_later(named: tuple[str, Any]) -> bool:
+    return named[0].startswith(LATER)
 
 
 def _compilers_a_module(files: Sequence[int], most: int) -> int:
@@ -124,8 +122,8 @@ def build(named: Sequence[tuple[str, Any]], processes: int) -> list[str]:
     os.environ.setdefault("MAX_JOBS", str(_compilers_a_module(files, COMPILERS_A_CORE * cores())))
     failed = []
     with ThreadPoolExecutor(concurrent) as threads:
-        ordered = sorted(named, key=_place)
-        names = {threads.submit(_build, module, _place((name, module)) > 0): name for name, module in ordered}
+        ordered = sorted(named, key=_is_for_later)
+        names = {threads.submit(_build, module, _is_for_later((name, module))): name for name, module in ordered}
         for done in as_completed(names):
             name, built = names[done], done.result()
             if built.error is None:
@@ -144,17 +142,13 @@ class BackgroundBuild:
     """
 
     def __init__(self, shapes: Iterable[ModuleShape]) -> None:
-        self._thread = Thread(target=_build_missing, args=(sorted(set(shapes)),), name="flashinfer-build", daemon=True)
-        self._thread.start()
+        self.ended = Future[list[str]]()  # the names of modules that failed, or what else did
+        Thread(target=self._run, args=(sorted(set(shapes)),), name="flashinfer-build", daemon=True).start()
 
-    def wait(self) -> None:
-        """Waits until all are compiled or have failed."""
-        self._thread.join()
-
-
-def _build_missing(shapes: Sequence[ModuleShape]) -> None:
-    try:
-        if lacking := missing(shapes, sampling=False):
-            build(lacking, min(cores(), MAX_CONCURRENT_BUILDS))
-    except Exception as error:  # of the library's own kinds
-        log.warning("FlashInfer's modules are compiled at their first use: %s: %s.", type(error).__name__, error)
+    def _run(self, shapes: Sequence[ModuleShape]) -> None:
+        try:
+            lacking = missing(shapes, sampling=False)
+            self.ended.set_result(build(lacking, min(cores(), MAX_CONCURRENT_BUILDS)) if lacking else [])
+        except Exception as error:  # of the library's own kinds
+            log.warning("FlashInfer's modules are compiled at their first use: %s: %s.", type(error).__name__, error)
+            self.ended.set_exception(error)

@@ -178,7 +178,8 @@ class HFModel:
         with timed("probe", progress):
             self.probed = probe(module, self._backend)
             set_attention(module, ATTENTION)
-        self._attention_build = self._build_attention()
+        build = self._build_attention()
+        self.contexts_built = None if build is None else build.ended
         if self.pooling_head is None:
             with timed("head check", progress):
                 self.head, self.vocab_size = find_head(self.probed)
@@ -303,7 +304,8 @@ class HFModel:
         whole: bool = False,
     ) -> InputBatch:
         """Packs the step. `whole`: each sequence attends to all of its context, in one level."""
-        cascade_ratio = self._backend.cascade_ratio if kind is StepKind.SCORE and not whole else None
+        in_two_levels = kind is StepKind.SCORE and not whole and self.contexts_built is None
+        cascade_ratio = self._backend.cascade_ratio if in_two_levels else None
         batch = pack(kind, sequences, token_table, self.device, pad_to)
         if cascade_ratio is not None:
             batch = with_cascade(batch, sequences, cascade_ratio, self._backend.min_cascade_context)
@@ -427,13 +429,19 @@ class HFModel:
         captured = self._decode_graphs, self._prefill_graphs
         return any(graphs.capture_next() for graphs in captured if graphs is not None)
 
-    def warm_up_contexts(self, progress: StartupProgress) -> None:
-        """Waits for the attention modules that are still compiled, and runs a step over a shared context, on CUDA."""
-        if self.device.type == "cuda":
-            with timed("shared contexts", progress):
-                if self._attention_build is not None:
-                    self._attention_build.wait()
-                self._run_idle_cascade()
+    @torch.no_grad()
+    def share_contexts(self) -> None:
+        """Begins to attend to shared contexts once, after a step that shows it works; see `CausalLM`."""
+        built, self.contexts_built = self.contexts_built, None
+        if built is None:
+            return
+        try:
+            if failed := built.result():
+                raise RuntimeError(f"{', '.join(failed)} did not compile")
+            self._run_idle_cascade()
+        except Exception:
+            self.contexts_built = built
+            raise
 
     def _compare_bits(self) -> None:
         """Compares steps as they are served, compiled and captured, bit by bit. Nothing else is in the KV storage yet.

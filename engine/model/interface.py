@@ -1,6 +1,7 @@
 """Defines what the step loop needs of a model. `engine.model.hf_model` runs Hugging Face models, and
 `tests.support.toy_model` stands in for one."""
 
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -38,6 +39,7 @@ class CausalLM(Protocol):
     padded_tokens: int  # computed beside those of requests, since start-up
     graph_replays: int  # steps that ran as a captured graph
     prefill_graph_limit: StepSize | None  # the largest prefill or score step that runs as a graph; None: none does
+    contexts_built: Future[list[str]] | None  # ends once `share_contexts` does not wait; None: it has nothing to do
     head_watch: Stopwatch | None  # runs since the last layer of the last step of scores, where the model can time it
 
     def forward(self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> torch.Tensor:
@@ -89,6 +91,7 @@ class CausalLM(Protocol):
         left. Raises what capturing raises; steps then run as before."""
         ...
 
-    def warm_up_contexts(self, progress: StartupProgress) -> None:
-        """Waits for what steps over shared contexts need and runs one: the last of a start, as it compiles longest."""
+    def share_contexts(self) -> None:
+        """Waits for `contexts_built`, and has steps attend to shared contexts once for all of their sequences. Raises
+        what went wrong; steps then run as before."""
         ...

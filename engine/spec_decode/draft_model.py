@@ -119,7 +119,6 @@ class DraftModel:
     def warm_up(self, progress: StartupProgress) -> None:
         """Warms up the model and captures the draft graphs. The sampler must be warmed up before."""
         self._model.warm_up(draft_progress(progress))
-        self._model.warm_up_contexts(draft_progress(progress))
         decode_graphs, start = self._model.decode_graphs(), time.perf_counter()
         if decode_graphs is None or not self._sampler.prepare_drafts(NO_ROWS):
             return

@@ -1,8 +1,11 @@
-"""The step thread captures what a start-up has left for later: at rest one after another, beside work now and then."""
+"""What a start-up leaves for later: the step thread captures graphs, at rest one after another and beside work now and
+then, and shares contexts once the kernels for that are compiled."""
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -136,3 +139,35 @@ async def test_a_device_that_a_capture_loses_ends_the_engine(
     with pytest.raises(Exception) as caught:
         await rig.run(generate_job([1]))
     assert getattr(caught.value, "code", None) is ErrorCode.NOT_READY
+
+
+async def test_contexts_are_shared_once_their_kernels_are_there(
+    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are answered before, and the step thread itself changes how it attends."""
+    threads = list[str]()
+    monkeypatch.setattr(ToyModel, "share_contexts", lambda model: threads.append(threading.current_thread().name))
+    rig = make_rig(start=False)
+    rig.model.contexts_built = Future()
+    rig.engine.start()
+    assert len((await rig.run(generate_job([3, 4]))).tokens) == 8
+    assert not threads
+    rig.model.contexts_built.set_result([])
+    await rig.engine.core.passed()
+    assert threads == ["engine-steps"]
+
+
+async def test_contexts_that_cannot_be_shared_cost_no_request(
+    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(model: ToyModel) -> None:
+        raise RuntimeError("contexts did not compile")
+
+    monkeypatch.setattr(ToyModel, "share_contexts", fails)
+    rig = make_rig(start=False)
+    rig.model.contexts_built = Future()
+    rig.model.contexts_built.set_result(["contexts"])  # before the start: it is looked at then
+    with caplog.at_level(logging.WARNING):
+        rig.engine.start()
+        assert len((await rig.run(generate_job([3, 4]))).tokens) == 8
+    assert "contexts did not compile" in caplog.text and rig.engine.healthy

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
 from typing import ClassVar
 
@@ -81,6 +82,7 @@ class ToyModel:
         if os.environ.get("ASSAY_TEST_FAULTS") != "1":
             raise RuntimeError("the toy model is for fault tests: it loads only with ASSAY_TEST_FAULTS=1")
         self.vocab_size = vocab_size
+        self.contexts_built: Future[list[str]] | None = None
         self.max_model_len = max_model_len
         self.num_slots = num_slots
         self.max_targets: int | None = None
@@ -142,7 +144,7 @@ class ToyModel:
     def warm_up(self, progress: StartupProgress) -> None:
         progress("toy", 0.0)
 
-    def warm_up_contexts(self, progress: StartupProgress) -> None: ...
+    def share_contexts(self) -> None: ...
 
     def forget(self, slots: Int32s) -> None:
         """Poisons pool slots that became free."""

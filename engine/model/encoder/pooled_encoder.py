@@ -4,6 +4,7 @@ Shape legend: R wanted rows of a step, K numbers of an answer, T tokens of all r
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, NoReturn
 
 import numpy as np
@@ -71,6 +72,7 @@ class PooledEncoder:
         self.padded_tokens = self.graph_replays = 0
         self.prefill_graph_limit: StepSize | None = None
         self.head_watch: Stopwatch | None = None
+        self.contexts_built: Future[list[str]] | None = None
 
     @torch.no_grad()
     def pooled(self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> torch.Tensor:
@@ -103,7 +105,7 @@ class PooledEncoder:
                 table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
                 self.pooled(StepKind.SCORE, [ScheduledSequence(0, ids[:0], ids, ids, last)], table)
 
-    def warm_up_contexts(self, progress: StartupProgress) -> None: ...
+    def share_contexts(self) -> None: ...
 
     def decode_graphs(self) -> None: ...
 

@@ -94,8 +94,8 @@ def test_compiled_layers_and_graphs_agree_with_eager(
     full = tiny_driver(on_gpu(tiny_models, name), engine=FULL)
     reported: list[str] = []
     full.model.warm_up(lambda stage, seconds: reported.append(stage))
-    full.model.warm_up_contexts(lambda stage, seconds: reported.append(stage))
-    assert reported == ["attention kernels", "compile", "graphs", "likelihoods", "shared contexts"]
+    full.model.share_contexts()
+    assert reported == ["attention kernels", "compile", "graphs", "likelihoods"]
     assert largest_difference(_steps(full), _steps(eager)) < BF16
 
 

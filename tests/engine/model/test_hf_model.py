@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from engine.batch.input_batch import StepKind
+from engine.batch.shared_prefix import with_cascade
 from engine.config import EngineConfig, ModelConfig
 from engine.model.compatibility import UnsupportedModel
 from engine.model.hf_model import HFModel
@@ -127,9 +129,50 @@ def test_a_cpu_needs_no_attention_library(tiny_models: Any, monkeypatch: pytest.
     d = tiny_models.driver("llama")
     reported: list[str] = []
     d.model.warm_up(lambda stage, seconds: reported.append(stage))
-    d.model.warm_up_contexts(lambda stage, seconds: reported.append(stage))
-    assert reported == []
+    assert reported == [] and d.model.contexts_built is None
     assert d.error(StepKind.SCORE, [d.run(d.add(5), 0, 5)]) < TOLERANCE
+
+
+class _Contexts:
+    """Counts the steps that attend in two levels."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps = 0
+
+        def counted(*given: Any) -> Any:
+            self.steps += 1
+            return with_cascade(*given)
+
+        monkeypatch.setattr("engine.model.hf_model.with_cascade", counted)
+
+
+def test_contexts_are_attended_to_in_one_level_until_their_kernels_are_compiled(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, contexts = tiny_models.driver("llama"), _Contexts(monkeypatch)
+    row = d.add(13)
+    wanted = d.alone(row)
+    seen = contexts.steps
+    d.model.contexts_built = Future()
+    assert d.error(StepKind.SCORE, [d.run(row, 0, 13)]) < TOLERANCE
+    assert contexts.steps == seen
+    d.model.contexts_built.set_result([])
+    d.model.share_contexts()
+    found = d.model.forward(StepKind.SCORE, [d.run(row, 0, 13)], d.table)
+    assert contexts.steps > seen and d.model.contexts_built is None
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < TOLERANCE
+
+
+def test_a_context_module_that_did_not_compile_is_not_used(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library would compile it in the middle of a step."""
+    d, contexts = tiny_models.driver("llama"), _Contexts(monkeypatch)
+    d.model.contexts_built = Future()
+    d.model.contexts_built.set_result(["contexts, bfloat16"])
+    with pytest.raises(RuntimeError, match="contexts, bfloat16 did not compile"):
+        d.model.share_contexts()
+    seen = contexts.steps
+    assert d.error(StepKind.SCORE, [d.run(d.add(9), 0, 9)]) < TOLERANCE
+    assert contexts.steps == seen
 
 
 def test_every_stage_of_making_a_model_is_reported(tiny_models: Any) -> None:

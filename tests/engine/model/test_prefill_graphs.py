@@ -262,15 +262,8 @@ def test_captured_prefill_steps_agree_with_eager_ones(tiny_models: Any, tiny_dri
     full = tiny_driver(on_gpu(tiny_models, name), engine=SMALL)
     reported: dict[str, float] = {}
     full.model.warm_up(reported.__setitem__)
-    full.model.warm_up_contexts(reported.__setitem__)
-    assert list(reported) == [
-        "attention kernels",
-        "compile",
-        "graphs",
-        "prefill graphs",
-        "likelihoods",
-        "shared contexts",
-    ]
+    full.model.share_contexts()
+    assert list(reported) == ["attention kernels", "compile", "graphs", "prefill graphs", "likelihoods"]
     assert reported["prefill graphs"] > 0
     assert full.model.prefill_graph_limit == StepSize(96, 15, prefill.MAX_ATTENDED)
     before = full.model.graph_replays

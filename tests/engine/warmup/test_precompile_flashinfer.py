@@ -98,11 +98,12 @@ def test_what_the_engine_asks_for_is_compiled(built: list[tuple[Any, ...]], caps
     assert len(names) == len(NAMES) and set(names) == NAMES
 
 
-def test_what_takes_longest_is_started_first(built: list[tuple[Any, ...]]) -> None:
+def test_what_no_start_waits_for_is_started_last(built: list[tuple[Any, ...]]) -> None:
     assert precompile_flashinfer.main(["--head-dims", "64", "128", "--sampling", "--processes", "1"]) == 0
     # One process builds them in the order of their start. Lines of modules that end together have no order.
-    assert [(one[:2], one[6]) for one in built[:2]] == [(("gen_batch_prefill_module", "fa3"), dim) for dim in (64, 128)]
-    assert built[2] == ("gen_sampling_module",)
+    *_, cascade, narrow, wide = built
+    assert cascade == ("gen_cascade_module",)
+    assert [one[:2] for one in (narrow, wide)] == [("gen_batch_prefill_module", "fa3")] * 2
 
 
 def test_modules_are_built_beside_each_other(built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,14 +198,15 @@ def test_a_folder_that_cannot_be_read_is_named(
     assert words in said and str(tmp_path) in said and not built
 
 
-def test_other_compilers_give_way_to_those_of_the_slowest_module(
+def test_compilers_of_what_no_start_waits_for_give_way_to_the_others(
     built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Spec, "awaited", threading.Barrier(5))  # each in a thread of its own
     assert precompile_flashinfer.main(["--head-dims", "128", "--processes", "5"]) == 0
     own = os.getpriority(os.PRIO_PROCESS, 0)
     levels = {module[1] if "prefill" in module[0] else module[0]: level for module, level in Spec.levels}
-    assert levels.pop("fa3") == own and len(levels) == 4
+    later = {levels.pop(name) for name in ("fa3", "gen_cascade_module")}
+    assert later == {max(own, flashinfer_modules.LATER_NICENESS)} and len(levels) == 3
     assert set(levels.values()) == {max(own, flashinfer_modules.NICENESS)}
 
 
@@ -247,7 +249,7 @@ def test_a_start_up_compiles_what_is_missing_alone(
     built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Spec, "compiled", ("gen_page_module", "fa2"))
-    BackgroundBuild([SHAPE, SHAPE]).wait()
+    assert BackgroundBuild([SHAPE, SHAPE]).ended.result(10) == []
     kinds = sorted(one[:2] for one in built)
     assert [kind[0] for kind in kinds] == ["gen_batch_decode_module", "gen_batch_prefill_module", "gen_cascade_module"]
     assert kinds[1][1] == "fa3"
@@ -263,7 +265,7 @@ def test_a_start_up_goes_on_while_modules_are_compiled(
     started = BackgroundBuild([SHAPE])
     assert not built
     barrier.wait(timeout=10)
-    started.wait()
+    assert started.ended.result(10) == []
     assert len(built) == 5
 
 
@@ -275,7 +277,11 @@ def test_what_fails_is_left_to_its_first_use(
         monkeypatch.setattr(Spec, "broken", ("fa3",))
     else:
         monkeypatch.setitem(sys.modules, "flashinfer.jit.page", None)
-    BackgroundBuild([SHAPE]).wait()
+    ended = BackgroundBuild([SHAPE]).ended
+    if broken == "a module":
+        assert [name.partition(",")[0] for name in ended.result(10)] == ["contexts"]
+    else:
+        assert isinstance(ended.exception(10), ImportError)
     assert len(built) == (4 if broken == "a module" else 0)
     assert ("at their first use" in caplog.text) is (broken == "the library")
 
