@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from threading import Thread, get_native_id
+from threading import Event, Thread, get_native_id
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -143,11 +143,23 @@ class BackgroundBuild:
 
     def __init__(self, shapes: Iterable[ModuleShape]) -> None:
         self.ended = Future[list[str]]()  # the names of modules that failed, or what else did
+        self._delays_start = False
+        self._listed = Event()
         Thread(target=self._run, args=(sorted(set(shapes)),), name="flashinfer-build", daemon=True).start()
+
+    @property
+    def delays_start(self) -> bool:
+        """Whether modules were missing that a start waits for. It waits until that is known."""
+        self._listed.wait()
+        return self._delays_start
 
     def _run(self, shapes: Sequence[ModuleShape]) -> None:
         try:
-            lacking = missing(shapes, sampling=False)
+            try:
+                lacking = missing(shapes, sampling=False)
+                self._delays_start = not all(map(_is_for_later, lacking))
+            finally:
+                self._listed.set()
             self.ended.set_result(build(lacking, min(cores(), MAX_CONCURRENT_BUILDS)) if lacking else [])
         except Exception as error:  # of the library's own kinds
             log.warning("FlashInfer's modules are compiled at their first use: %s: %s.", type(error).__name__, error)

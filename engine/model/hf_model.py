@@ -6,7 +6,9 @@ model. Everything that exists for speed is behind a switch of `EngineConfig`: `c
 `onednn_linear`, `trace_base`.
 """
 
-from collections.abc import Sequence
+import gc
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +44,7 @@ from engine.config import EngineConfig
 from engine.kv_cache.storage import KVStorage, bytes_of_token, slots_that_fit
 from engine.metrics import Stopwatch
 from engine.model.checkpoint import end_of_text_ids, longest_sequence
-from engine.model.compatibility import PROBE, check_config, probe, record_call, set_attention
+from engine.model.compatibility import PROBE, ProbedModel, check_config, probe, record_call, set_attention
 from engine.model.cuda_graphs.decode import MAX_ATTENDED, DecodeGraphs
 from engine.model.cuda_graphs.prefill import PrefillGraphs
 from engine.model.heads.pooling_head import PoolingHead, PoolingModel
@@ -58,6 +60,7 @@ from engine.model.lm_head import (
     logprobs_of_blocks,
 )
 from engine.model.optimize.compile import TRIED_TOKENS, compile_layers, compile_outer_modules, record_outer_modules
+from engine.model.optimize.compile_ahead import runner_without_attention, small_copy
 from engine.model.optimize.decoder_layers import decoder_layers
 from engine.model.optimize.fused_norms import fuse_norms
 from engine.model.optimize.fused_projections import fuse_projections
@@ -75,6 +78,8 @@ from gpu_sampler.startup_progress import StartupProgress, silent, timed
 
 if TYPE_CHECKING:
     from engine.attention.flashinfer_modules import BackgroundBuild
+
+log = logging.getLogger(__name__)
 
 ROUNDED_TO: dict[torch.dtype, Rounding] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 CHECKED_TOKENS = 600  # of served steps whose bits are compared: more than one part of attention, and library products
@@ -180,6 +185,9 @@ class HFModel:
             set_attention(module, ATTENTION)
         build = self._build_attention()
         self.contexts_built = None if build is None else build.ended
+        if self._engine.compile and self._engine.numerics == "fast" and build is not None and build.delays_start:
+            with timed("compile ahead", progress):
+                self._compile_ahead()
         if self.pooling_head is None:
             with timed("head check", progress):
                 self.head, self.vocab_size = find_head(self.probed)
@@ -189,7 +197,9 @@ class HFModel:
             proof = PackingCheck(self.probed, max_model_len=self.max_model_len, seed=self._engine.seed)
             proof.run()
         with timed("fuse projections", progress):
-            changed = self._optimize(module)
+            changed = self._optimize(self.probed)
+            if self.head is not None and isinstance(module.get_output_embeddings(), OneDnnLinear):
+                self.head = replace(self.head, linear=linear)  # the bits of the model's own rows
         if changed:
             with timed("second packing check", progress):
                 proof.run()
@@ -198,7 +208,7 @@ class HFModel:
                 self.head = make_invariant(module, self.head, self._engine.token_budget)
                 proof.run()
                 proof.compare_bits()
-        if self._use_skinny_linears(module):
+        if self._use_skinny_linears(self.probed):
             with timed("skinny packing check", progress), skinny_step(1):
                 proof.run()
 
@@ -218,16 +228,34 @@ class HFModel:
             for call, shape in zip(self.probed.calls, self.probed.shapes, strict=True)
         )
 
-    def _optimize(self, module: Any) -> int:
+    def _compile_ahead(self) -> None:
+        """Compiles a small copy of the model, as the model will be, so that the compiler finds its code later."""
+        try:
+            self._compile_copy()
+        except Exception as error:  # of the compiler, and of models: what the model cannot do is found out later
+            log.warning("Not all is compiled ahead: %s: %s", type(error).__name__, error)
+        gc.collect()  # the copy has cycles, and the model's modules get the numbers of its own
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _compile_copy(self) -> None:
+        copy = small_copy(self.probed)
+        run = runner_without_attention(copy)
+        self._optimize(copy)
+        skinny = self._use_skinny_linears(copy)
+        self._compile(copy, run)
+        if skinny:
+            with skinny_step(1):
+                run(idle_sequences(MIN_TOKENS, 1))
+
+    def _optimize(self, model: ProbedModel) -> int:
         """Changes the model's layers as configured, and returns the number of changes."""
-        engine = self._engine
+        engine, module = self._engine, model.module
         fuses = self.device.type == "cuda" if engine.fuse_projections is None else engine.fuse_projections
         changed = fuse_projections(module) if fuses else 0
-        changed += restrict_last_layer(module, self.probed.attentions) if engine.restrict_last_layer else 0
+        changed += restrict_last_layer(module, model.attentions) if engine.restrict_last_layer else 0
         changed += fuse_norms(module) if engine.fused_norms and self.device.type == "cpu" else 0
         changed += use_onednn(module) if engine.onednn_linear else 0
-        if self.head is not None and isinstance(module.get_output_embeddings(), OneDnnLinear):
-            self.head = replace(self.head, linear=linear)  # the bits of the model's own rows
         return changed
 
     @property
@@ -235,12 +263,12 @@ class HFModel:
         possible = self.device.type == "cuda" and not isinstance(self._backend, TorchAttention)
         return self._engine.graphs and possible and self.pooling_head is None
 
-    def _use_skinny_linears(self, module: Any) -> int:
+    def _use_skinny_linears(self, model: ProbedModel) -> int:
         """Makes captured steps of few rows use the skinny GEMM; returns the number of changed linear layers."""
         if not (self._will_capture and self._engine.skinny_gemm):
             return 0
         try:
-            layers = decoder_layers(module, self.probed.attentions)
+            layers = decoder_layers(model.module, model.attentions)
         except ValueError:
             return 0
         from engine import kernels  # needs Triton
@@ -248,8 +276,8 @@ class HFModel:
         from gpu_sampler.kernel_cache import fix_keys
 
         fix_keys((sampler_kernels, kernels))  # before the first launch of any kernel, which the check makes
-        head = module.get_output_embeddings()
-        return use_skinny_linears([*layers, head] if isinstance(head, nn.Module) else layers)
+        head = model.module.get_output_embeddings()
+        return use_skinny_linears([*layers, head] if isinstance(head, nn.Module) else list(layers))
 
     @torch.no_grad()
     def forward(self, kind: StepKind, sequences: StepSequences, token_table: torch.Tensor) -> torch.Tensor:
@@ -402,13 +430,11 @@ class HFModel:
                         vocab_size=self.vocab_size,
                     )
             return
-        tokens = self._engine.token_budget
         with timed("attention kernels", progress):
-            self._run_idle_steps((tokens, self._engine.max_running))
+            self._run_idle_steps((self._engine.token_budget, self._engine.max_running), self._run_idle)
         if self._engine.compile:
             with timed("compile", progress):
-                self._compile(tokens)
-                self._run_idle_steps((tokens, MIN_TOKENS, self._engine.max_running))
+                self._compile(self.probed, self._run_idle)
         if self._will_capture:
             with timed("graphs", progress):
                 self._decode_graphs = self._capture()
@@ -455,25 +481,28 @@ class HFModel:
         table = torch.zeros((3, longest), dtype=torch.int32, device=self.device)
         compare_bits(self.probed.architecture, self.forward, lengths, ids, slots, table)
 
-    def _compile(self, tokens: int) -> None:
-        """Compiles the layers and the modules around them. These are recorded first: compiled layers hold no hooks."""
-        attentions = self.probed.attentions
-        table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
-        sequences = idle_sequences(min(TRIED_TOKENS, tokens), self.max_model_len)
-        recorded = record_outer_modules(self.module, attentions, lambda: self._run_idle(sequences, table))
-        compile_layers(self.module, attentions)
-        compile_outer_modules(recorded)
+    def _compile(self, model: ProbedModel, run: Callable[[StepSequences], object]) -> None:
+        """Compiles the layers and the modules around them. These are recorded first: compiled layers hold no hooks.
 
-    def _run_idle_steps(self, sizes: Sequence[int]) -> None:
+        `run` runs a step of the model.
+        """
+        tokens = self._engine.token_budget
+        sequences = idle_sequences(min(TRIED_TOKENS, tokens), self.max_model_len)
+        recorded = record_outer_modules(model.module, model.attentions, lambda: run(sequences))
+        compile_layers(model.module, model.attentions)
+        compile_outer_modules(recorded)
+        self._run_idle_steps((tokens, MIN_TOKENS, self._engine.max_running), run)
+
+    def _run_idle_steps(self, sizes: Sequence[int], run: Callable[[StepSequences], object]) -> None:
         """Runs steps of these token counts over the padding slot, as long sequences and as single tokens."""
-        table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
         for size in sizes:
-            self._run_idle(idle_sequences(size, self.max_model_len), table)
-            self._run_idle(idle_sequences(min(size, self._engine.max_running), 1), table)
+            run(idle_sequences(size, self.max_model_len))
+            run(idle_sequences(min(size, self._engine.max_running), 1))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _run_idle(self, sequences: StepSequences, table: torch.Tensor) -> None:
+    def _run_idle(self, sequences: StepSequences) -> None:
+        table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
         (self.forward if self.pooling_head is None else self.pooled)(StepKind.PREFILL, sequences, table)
 
     def _run_idle_cascade(self) -> None:

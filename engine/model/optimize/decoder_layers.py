@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 
-def decoder_layers(module: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Module]:
+def decoder_layers(module: nn.Module, attentions: Sequence[nn.Module]) -> nn.ModuleList:
     """Returns the decoder layers: the list of modules whose n-th holds the n-th attention module.
 
     Raises:
@@ -15,5 +15,5 @@ def decoder_layers(module: nn.Module, attentions: Sequence[nn.Module]) -> list[n
         if isinstance(found, nn.ModuleList) and len(found) == len(attentions):
             holds = (attention in set(layer.modules()) for layer, attention in zip(found, attentions, strict=True))
             if all(holds):
-                return list(found)
+                return found
     raise ValueError("The model keeps its decoder layers in no module list; set `engine.compile` to false.")
