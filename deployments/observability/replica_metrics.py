@@ -15,9 +15,9 @@ from deployments.protocol import ModelCard
 from engine.metrics import STEP_ROWS, STEP_SECONDS, STEP_TOKENS, EngineStats
 
 WARM_UP_PARTS = frozenset((
-    "load", "weights digest", "probe", "compile ahead", "head check", "packing check", "fuse projections", "second packing check",
-    "invariance check", "skinny packing check", "pool", "trace", "attention kernels", "compile", "graphs",
-    "prefill graphs", "likelihoods", "served invariance check", "background compile", "sampler",
+    "load", "weights digest", "probe", "compile ahead", "head check", "packing check", "fuse projections",
+    "second packing check", "invariance check", "skinny packing check", "pool", "trace", "attention kernels",
+    "compile", "graphs", "prefill graphs", "likelihoods", "served invariance check", "background compile", "sampler",
     "canary", "toy", "total",
 ))  # fmt: skip
 WARM_UP_PARTS |= {f"draft {part}" for part in WARM_UP_PARTS - {"load", "canary", "total"}} | {"draft runs"}
