@@ -64,17 +64,21 @@ class _NoDevice:
 
 
 def fix_keys(packages: Sequence[ModuleType] = (kernels,)) -> None:
-    """Makes launches find what was compiled ahead for `packages`; call it before the first launch.
+    """Makes launches find what was compiled ahead for `packages`; call it before the first launch, and before torch
+    compiles anything.
 
-    It computes the key of every kernel's source in one order, and names Triton's folder in TRITON_CACHE_DIR: torch's
-    compiler sets the variable, where it is not set, to a folder of its own at its first use, in the middle of a
-    start-up, and all kernels that are launched after that would be compiled again.
+    It computes the key of every kernel's source in one order, and names Triton's folder and its assembler in
+    TRITON_CACHE_DIR and TRITON_PTXAS_PATH: torch's compiler sets the variables, where they are not set, to a folder and
+    an assembler of its own at its first use, in the middle of a start-up. All kernels that are launched after that, or
+    compiled in processes that are started after that, would be compiled again.
 
     Triton 3.6 leaves the constants of a function that a kernel calls out of the kernel's key, unless the function's own
     key was made before: what was compiled ahead would be found again only by a process that launches kernels in the
     order in which another compiled them.
     """
     os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
+    with suppress(RuntimeError):  # there is none
+        os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
     for package in packages:
         for name in sorted(found.name for found in iter_modules(package.__path__)):
             module = importlib.import_module(f"{package.__name__}.{name}")

@@ -76,9 +76,10 @@ def _architectures() -> list[str]:
 def _warm(args: "AppArgs") -> bool:
     """Returns whether all went well. Each start-up has a process of its own, which gives its GPU back."""
     if _lacks_gpu(args) and _architectures():
-        from deployments.cli.launch.attention_build import RUN
+        from deployments.cli.launch.early_build import RUN, commands_of
 
-        statuses = [subprocess.run([*RUN, *command]).returncode for command in commands_of(args)]
+        commands = commands_of(args, _architectures())
+        statuses = [subprocess.run([*RUN, *command]).returncode for command in commands]
         return not any(statuses)
     process = multiprocessing.get_context("spawn").Process(target=_start_up, args=(args,))
     process.start()
@@ -97,19 +98,3 @@ def _start_up(args: "AppArgs") -> None:
     except Exception as error:  # of the library of models, too
         print(f"assay warm: {args.model.name} is not served: {error}", file=sys.stderr)
         sys.exit(FAILED)
-
-
-def commands_of(args: "AppArgs") -> list[list[str]]:
-    """Returns the modules, with their arguments, that compile without a GPU what a model's config.json foresees."""
-    from deployments.cli.launch import attention_build
-    from engine.model.model_folder import find_folder
-    from engine.warmup.background_compile import arguments_for
-    from engine.warmup.foreseen import foresee
-
-    modules = attention_build.arguments_for(args)
-    commands = [] if modules is None else [[attention_build.MODULE, *modules]]
-    found = foresee(find_folder(args.model), args.model.dtype) if args.model.head == "auto" else None
-    if found is not None:
-        kernels = arguments_for(found, args.engine_config(), _architectures())
-        commands.append(["engine.warmup.precompile_kernels", *kernels])
-    return commands

@@ -239,6 +239,7 @@ class HFModel:
             torch.cuda.empty_cache()
 
     def _compile_copy(self) -> None:
+        _fix_kernel_keys()
         copy = small_copy(self.probed)
         run = runner_without_attention(copy)
         self._optimize(copy)
@@ -271,11 +272,7 @@ class HFModel:
             layers = decoder_layers(model.module, model.attentions)
         except ValueError:
             return 0
-        from engine import kernels  # needs Triton
-        from gpu_sampler import kernels as sampler_kernels
-        from gpu_sampler.kernel_cache import fix_keys
-
-        fix_keys((sampler_kernels, kernels))  # before the first launch of any kernel, which the check makes
+        _fix_kernel_keys()  # before the first launch of any kernel, which the check makes
         head = model.module.get_output_embeddings()
         return use_skinny_linears([*layers, head] if isinstance(head, nn.Module) else list(layers))
 
@@ -563,6 +560,14 @@ def allocate_kv_storage(models: Sequence[HFModel], engine: EngineConfig, progres
         slots = slots_that_fit(shapes, target.probed.module.dtype, target.device, engine, length, beside)
         for model in models:
             model.allocate(slots)
+
+
+def _fix_kernel_keys() -> None:
+    from engine import kernels  # needs Triton
+    from gpu_sampler import kernels as sampler_kernels
+    from gpu_sampler.kernel_cache import fix_keys
+
+    fix_keys((sampler_kernels, kernels))
 
 
 def _singles(graphs: DecodeGraphs, kind: StepKind, sequences: StepSequences) -> StepSequences | None:

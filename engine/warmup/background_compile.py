@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
-import torch
-
 from engine.config import EngineConfig
 from engine.utils.cpu import cores
 from gpu_sampler.startup_progress import StartupProgress
@@ -37,6 +35,8 @@ COMMAND: Final = (sys.executable, "-P", "-m", "engine.warmup.precompile_kernels"
 
 def background_compile_for(model: "CausalLM", config: EngineConfig) -> "BackgroundCompile":
     """Returns the compilation of this replica's kernels, or an empty one where there is no GPU or are too few cores."""
+    import torch  # which `assay serve` does without
+
     on_gpu = model.device.type == "cuda" and torch.cuda.is_available() and config.sampler.backend != "numpy"
     if not on_gpu or cores() < MIN_CORES:
         return BackgroundCompile(None)

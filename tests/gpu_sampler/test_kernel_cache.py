@@ -1,6 +1,7 @@
 """Kernels are compiled without a GPU, and found again by the launches that they were compiled for."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,27 @@ def test_torchs_compiler_does_not_move_the_folder(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TRITON_CACHE_DIR", "/srv/kernels")  # an image's own stays
     fix_keys()
     assert triton.knobs.cache.dir == "/srv/kernels"
+
+
+def test_torchs_compiler_does_not_change_the_assembler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process that is started later has the variable from its start, and would give kernels other keys."""
+    import triton
+    from torch._inductor.runtime import compile_tasks
+
+    from gpu_sampler.kernel_cache import fix_keys
+
+    torchs = tmp_path / "bin" / "ptxas"
+    torchs.parent.mkdir()
+    torchs.touch(0o755)
+    monkeypatch.setattr(compile_tasks, "__file__", str(tmp_path / "runtime" / "compile_tasks.py"))
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "")
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    own = triton.knobs.nvidia.ptxas.path
+    compile_tasks._set_triton_ptxas_path.__wrapped__()
+    assert os.environ.pop("TRITON_PTXAS_PATH") == str(torchs), "torch's compiler would set its own"
+    fix_keys()
+    compile_tasks._set_triton_ptxas_path.__wrapped__()
+    assert os.environ["TRITON_PTXAS_PATH"] == triton.knobs.nvidia.ptxas.path == own
 
 
 def test_what_a_launch_had_to_compile_is_named(looked_up: list[bool]) -> None:

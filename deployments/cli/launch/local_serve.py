@@ -90,8 +90,8 @@ class LocalService:
             os.environ.update(standby.variables)
             try:
                 with paused():  # of the command's own alone: other commands do without it
-                    from deployments.cli.launch import attention_build
-                with attention_build.compiling(self.config):
+                    from deployments.cli.launch import early_build
+                with early_build.compiling(self.config):
                     with paused():
                         from deployments.cli.check import report  # it imports Ray, which must find its environment
 

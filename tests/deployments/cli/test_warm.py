@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from deployments.cli import warm
+from deployments.cli.launch.early_build import commands_of
 from deployments.cli.main import main
 from deployments.config.app_args import AppArgs
 from engine.config import ARCHITECTURES
@@ -121,11 +122,10 @@ class Started:
 
 def commands(model: dict[str, Any], **sections: dict[str, Any]) -> dict[str, list[str]]:
     args = AppArgs.model_validate({"model": model, **sections})
-    return {command[0].rpartition(".")[2]: command[1:] for command in warm.commands_of(args)}
+    return {command[0].rpartition(".")[2]: command[1:] for command in commands_of(args, ["8.0", "9.0a"])}
 
 
-def test_commands_are_those_of_the_models_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ARCHITECTURES, "8.0 9.0a")
+def test_commands_are_those_of_the_models_files(folder: Path) -> None:
     speculation = {"method": "ngram", "num_speculative_tokens": 3}
     found = commands({"path": str(folder)}, engine={"max_running": 31}, speculation=speculation)
     assert found["precompile_flashinfer"] == ["--model", str(folder)]
