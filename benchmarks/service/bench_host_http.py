@@ -307,7 +307,7 @@ def started(
         config["http_options"]["port"] = port
         application = config["applications"][0]
         application["import_path"] = "benchmarks.service.clock_service:build"
-        limits = {"max_queued_tokens": 1 << 30}  # a slow machine refuses nothing
+        limits = {"max_queued_tokens": 1 << 24}  # a slow machine refuses nothing
         application["args"]["engine"] = {"max_running": 256, "kv_slots": 1 << 18, "token_budget": 16_384} | limits
         application["args"]["admission"] = {"max_wait_s": 600.0}
         application["args"] |= sections
