@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from engine.attention.interface import AttentionCall, attach
 from engine.batch.input_batch import MIN_TOKENS, StepKind, StepSequences, pack
@@ -29,25 +30,28 @@ def small_copy(model: ProbedModel) -> ProbedModel:
     Raises:
         ValueError: The layers are in no module list.
     """
-    decoder_layers(model.module, model.attentions)
     names = {module: name for name, module in model.module.named_modules()}
     weights = (*model.module.parameters(), *model.module.buffers())
     copy = deepcopy(model.module, {id(weight): weight for weight in weights})
     calls = [replace(call, module=copy.get_submodule(names[call.module])) for call in model.calls]
     layers = decoder_layers(copy, [call.module for call in calls])
-    kinds = {_kind(call): place for place, call in reversed(list(enumerate(calls)))}
-    kept = sorted({*kinds.values(), len(calls) - 1})
+    kinds = [_kind(layer, call) for layer, call in zip(layers, calls, strict=True)]
+    places = sorted({len(calls) - 1, *map(kinds.index, kinds)})
     for place in reversed(range(len(calls))):
-        if place not in kept:
+        if place not in places:
             del layers[place]
-    small = ProbedModel(copy, model.backend, [calls[place] for place in kept], [model.shapes[place] for place in kept])
+    small = ProbedModel(
+        copy, model.backend, [calls[place] for place in places], [model.shapes[place] for place in places]
+    )
     storage = KVStorage(small.shapes, SLOTS, copy.dtype, copy.device)
     attach(small.attentions, storage.keys, storage.values)
     return small
 
 
-def _kind(call: LayerCall) -> tuple[object, ...]:
-    return type(call.module), call.heads, call.kv_heads, call.key_dim, call.value_dim, call.window, call.softcap
+def _kind(layer: nn.Module, call: LayerCall) -> tuple[object, ...]:
+    """Returns what the code of a layer depends on."""
+    parts = tuple(map(type, layer.modules()))
+    return parts, call.heads, call.kv_heads, call.key_dim, call.value_dim, call.scale, call.window, call.softcap
 
 
 class NoAttention:

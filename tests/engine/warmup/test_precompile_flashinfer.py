@@ -269,6 +269,17 @@ def test_a_start_up_goes_on_while_modules_are_compiled(
     assert len(built) == 5
 
 
+@pytest.mark.parametrize(
+    ("there", "delays"),
+    [((), True), (("fa2",), True), (("gen_page_module", "gen_batch_decode_module", "fa2"), False)],
+)
+def test_a_start_knows_whether_it_will_wait(
+    built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...], delays: bool
+) -> None:
+    monkeypatch.setattr(Spec, "compiled", there)
+    assert BackgroundBuild([SHAPE]).delays_start is delays
+
+
 @pytest.mark.parametrize("broken", ["a module", "the library"])
 def test_what_fails_is_left_to_its_first_use(
     built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
@@ -282,6 +293,7 @@ def test_what_fails_is_left_to_its_first_use(
         assert [name.partition(",")[0] for name in ended.result(10)] == ["contexts"]
     else:
         assert isinstance(ended.exception(10), ImportError)
+        assert not BackgroundBuild([SHAPE]).delays_start
     assert len(built) == (4 if broken == "a module" else 0)
     assert ("at their first use" in caplog.text) is (broken == "the library")
 
