@@ -507,7 +507,8 @@ class HFModel:
         context, one = np.zeros(MIN_SHARED_CONTEXT, np.int32), np.zeros(1, np.int32)
         if self._backend.cascade_ratio is not None and self.max_model_len > MIN_SHARED_CONTEXT:
             table = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
-            self.fill(StepKind.SCORE, [ScheduledSequence(0, context, one, one, one)] * 2, table)
+            batch = self._pack(StepKind.SCORE, [ScheduledSequence(0, context, one, one, one)] * 2, table)
+            self._eager_rows(batch)  # a graph of a small step would attend in one level
 
     def _run_idle_targets(self) -> None:
         """Computes log-probabilities of targets, by themselves and with others beside them: their kernels compile."""

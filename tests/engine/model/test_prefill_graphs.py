@@ -1,5 +1,6 @@
 """Small prefill and score steps as graphs: over stand-ins on a CPU against torch, and on a GPU against eager steps."""
 
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,23 @@ def test_contexts_in_common_are_no_cascade_in_a_small_step(
     before = Prefill.plans
     assert d.error(StepKind.SCORE, sequences) < 1e-5
     assert (small.replays, Ragged.plans, Prefill.plans - before) == ([32, 32], 0, 1)
+
+
+def test_contexts_are_shared_after_a_step_that_runs_as_no_graph(
+    tiny_models: Any, tiny_driver: Any, stand_in: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small as it is: its module would be loaded in the first step of a request otherwise."""
+    for module in ("engine.batch.shared_prefix", "engine.model.hf_model"):
+        monkeypatch.setattr(f"{module}.MIN_SHARED_CONTEXT", 8)
+    backend = FlashInferAttention(CPU, torch.float32)
+    backend.cascade_ratio, backend._gathers = 0.0, True
+    d, small = _replaying(tiny_models, tiny_driver, monkeypatch, "qwen3", backend=backend)
+    d.model.contexts_built = Future()
+    d.model.contexts_built.set_result([])
+    Ragged.plans = 0
+    with torch.no_grad():
+        d.model.share_contexts()
+    assert (small.replays, Ragged.plans) == ([], 1)
 
 
 def test_scores_are_timed_from_the_last_layer_on(
