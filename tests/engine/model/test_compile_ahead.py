@@ -61,7 +61,7 @@ def compiled_later(tiny_models: Any, tiny_driver: Any, monkeypatch: pytest.Monke
     return set(compiler.graphs) - ahead
 
 
-@pytest.mark.full(keep=2)
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_model_compiles_nothing_that_its_copy_did_not(
     tiny_models: Any, tiny_driver: Any, monkeypatch: pytest.MonkeyPatch, name: str
@@ -69,6 +69,7 @@ def test_the_model_compiles_nothing_that_its_copy_did_not(
     assert not compiled_later(tiny_models, tiny_driver, monkeypatch, name)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("fault", ["projections", "slots"])
 def test_a_copy_that_differs_would_be_seen(
     tiny_models: Any, tiny_driver: Any, monkeypatch: pytest.MonkeyPatch, fault: str
@@ -82,6 +83,7 @@ def test_a_copy_that_differs_would_be_seen(
     assert compiled_later(tiny_models, tiny_driver, monkeypatch, "llama")
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", SIX)
 def test_the_model_is_as_without(
     tiny_models: Any, tiny_driver: Any, monkeypatch: pytest.MonkeyPatch, name: str
