@@ -63,6 +63,7 @@ async def test_an_error_that_the_device_survives_fails_its_step_only(
 ) -> None:
     """The same words, but the next call is answered: nothing sticks."""
     rig = make_rig()
+    await rig.run(generate_job([1, 2]))  # the step thread has looked at its device
     rig.model.on_forward = raising
     rig.model.device = torch.device("cuda")
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
