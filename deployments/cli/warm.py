@@ -76,7 +76,8 @@ def _architectures() -> list[str]:
 def _warm(args: "AppArgs") -> bool:
     """Returns whether all went well. Each start-up has a process of its own, which gives its GPU back."""
     if _lacks_gpu(args) and _architectures():
-        from deployments.cli.launch.early_build import RUN, commands_of
+        from deployments.cli.launch.early_build import commands_of
+        from engine.warmup.background_compile import RUN
 
         commands = commands_of(args, _architectures())
         statuses = [subprocess.run([*RUN, *command]).returncode for command in commands]

@@ -30,7 +30,9 @@ STAGE: Final = "background compile"
 MAX_PROCESSES: Final = 16  # 0.4 GB each
 MIN_CORES: Final = 4  # two compile, and two are left to the start-up itself
 TIMEOUT_S: Final = 300.0
-COMMAND: Final = (sys.executable, "-P", "-m", "engine.warmup.precompile_kernels")
+RUN: Final = (sys.executable, "-P", "-m")
+KERNELS: Final = "engine.warmup.precompile_kernels"
+COMMAND: Final = (*RUN, KERNELS)
 
 
 def background_compile_for(model: "CausalLM", config: EngineConfig) -> "BackgroundCompile":
@@ -70,6 +72,12 @@ def _head_arguments(head: "HeadSpec | ForeseenHead | None") -> list[str]:
     return [name for name, given in found.items() if given]
 
 
+def environment() -> dict[str, str]:
+    """Returns the environment of a process that compiles: it finds this one's modules, and has no GPU."""
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
 class BackgroundCompile:
     """Starts the process on entry and ends it with the block. Without arguments there is no process."""
 
@@ -83,12 +91,10 @@ class BackgroundCompile:
     def __enter__(self) -> "BackgroundCompile":
         if self._command is None:
             return self
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         try:
             self._process = subprocess.Popen(
                 self._command,
-                env=environment,
+                env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

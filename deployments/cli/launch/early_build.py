@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -22,12 +21,10 @@ from deployments.config.app_args import AppArgs
 from engine.config import ARCHITECTURES
 from engine.model.model_folder import BadCheckpoint, ModelNotFound, find_folder
 from engine.utils.cpu import cores
-from engine.warmup.background_compile import MIN_CORES, arguments_for
+from engine.warmup.background_compile import KERNELS, MIN_CORES, RUN, arguments_for, environment
 from engine.warmup.foreseen import HALVES, foresee
 
 ATTENTION: Final = "engine.warmup.precompile_flashinfer"
-SAMPLER: Final = "engine.warmup.precompile_kernels"
-RUN: Final = (sys.executable, "-P", "-m")
 CAPABILITIES: Final = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
 CAPABILITIES_S: Final = 10.0
 NICENESS: Final = 5  # Ray's processes start beside the compilers
@@ -36,18 +33,17 @@ NICENESS: Final = 5  # Ray's processes start beside the compilers
 @contextlib.contextmanager
 def compiling(config: dict[str, Any]) -> Iterator[None]:
     """Compiles what the first model of a Serve config needs on this machine's GPU, until the block ends."""
-    commands, environment = commands_for(config)
+    commands, variables = commands_for(config)
     with contextlib.ExitStack() as running:
         for command in commands:
-            running.callback(_end, _started(command, environment))
+            running.callback(_end, _started(command, variables))
         yield
 
 
-def _started(command: Sequence[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+def _started(command: Sequence[str], variables: dict[str, str]) -> "subprocess.Popen[bytes]":
     process = subprocess.Popen(
         command,
-        env=os.environ | environment | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env=environment() | variables,
         stdin=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,  # a replica says what does not compile
         start_new_session=True,  # with its compilers, which end with it
@@ -77,7 +73,7 @@ def commands_for(config: dict[str, Any]) -> tuple[list[list[str]], dict[str, str
         foreseen = commands_of(served[0], named.split())
     except (ModelNotFound, BadCheckpoint, OSError):  # which the check of the model reports
         return [], {}
-    possible = {ATTENTION: find_spec("flashinfer") is not None, SAMPLER: cores() >= MIN_CORES}
+    possible = {ATTENTION: find_spec("flashinfer") is not None, KERNELS: cores() >= MIN_CORES}
     return [[*RUN, *command] for command in foreseen if possible[command[0]]], {ARCHITECTURES: named}
 
 
@@ -97,7 +93,7 @@ def commands_of(args: AppArgs, architectures: Sequence[str]) -> list[list[str]]:
         commands.append([ATTENTION, "--model", str(folder), *dtypes])
     found = foresee(folder, model.dtype) if model.head == "auto" else None
     if found is not None and engine.sampler.backend != "numpy":
-        commands.append([SAMPLER, *arguments_for(found, engine, architectures)])
+        commands.append([KERNELS, *arguments_for(found, engine, architectures)])
     return commands
 
 

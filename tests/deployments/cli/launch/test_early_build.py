@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from deployments.cli.launch import early_build, local_serve
-from deployments.cli.launch.early_build import ATTENTION, RUN, SAMPLER, commands_for, compiling
+from deployments.cli.launch.early_build import ATTENTION, commands_for, compiling
 from engine.config import ARCHITECTURES
+from engine.warmup.background_compile import KERNELS, RUN
 
 CPU = Path(__file__).parents[4] / "deployments" / "configs" / "cpu.yaml"
 Config = dict[str, Any]
@@ -68,13 +69,13 @@ def compiled(config: Config) -> dict[str, list[str]]:
 
 def test_what_the_model_needs_is_compiled_for_the_gpu(config: Config) -> None:
     found, (_, environment) = compiled(config), commands_for(config)
-    assert list(found) == [ATTENTION, SAMPLER] and environment == {ARCHITECTURES: "9.0"}
+    assert list(found) == [ATTENTION, KERNELS] and environment == {ARCHITECTURES: "9.0"}
     assert found[ATTENTION] == ["--model", model_of(config)["path"]]
-    assert found[SAMPLER][:4] == ["--capabilities", "9.0", "--vocab-sizes", "311"]
+    assert found[KERNELS][:4] == ["--capabilities", "9.0", "--vocab-sizes", "311"]
     model_of(config)["dtype"] = "float16"
     found = compiled(config)
     assert found[ATTENTION][-2:] == ["--dtypes", "float16"]
-    assert found[SAMPLER][found[SAMPLER].index("--dtype") + 1] == "float16"
+    assert found[KERNELS][found[KERNELS].index("--dtype") + 1] == "float16"
 
 
 def test_architectures_that_the_operator_names_are_those_of_the_replicas_too(
@@ -83,7 +84,7 @@ def test_architectures_that_the_operator_names_are_those_of_the_replicas_too(
     monkeypatch.setenv(ARCHITECTURES, "8.0 9.0a")
     monkeypatch.setattr(early_build, "CAPABILITIES", ("no-such-command",))
     assert commands_for(config)[1] == {ARCHITECTURES: "8.0 9.0a"}
-    assert compiled(config)[SAMPLER][:3] == ["--capabilities", "8.0", "9.0a"]
+    assert compiled(config)[KERNELS][:3] == ["--capabilities", "8.0", "9.0a"]
 
 
 @pytest.mark.parametrize("without", ["the library", "halves", "fast", "cores", "kernels", "a language model"])
@@ -104,7 +105,7 @@ def test_what_the_model_does_without_is_not_compiled(
             args["sampler"] = {"backend": "numpy"}
         case "a language model":
             (Path(model["path"]) / "config.json").write_text("{}")
-    assert list(compiled(config)) == ([SAMPLER] if without in ("the library", "halves", "fast") else [ATTENTION])
+    assert list(compiled(config)) == ([KERNELS] if without in ("the library", "halves", "fast") else [ATTENTION])
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_a_cpu_is_not_asked_for(config: Config, monkeypatch: pytest.MonkeyPatch)
 
 def told_by_each(folder: Path) -> list[str]:
     """Waits for what the processes of both modules write, and returns it."""
-    files = [folder / module for module in (ATTENTION, SAMPLER)]
+    files = [folder / module for module in (ATTENTION, KERNELS)]
     wait_until(lambda: all(file.exists() for file in files))
     return [file.read_text() for file in files]
 
