@@ -341,11 +341,16 @@ class Kept:
         self.dead = threading.Event()
         self.lost = 0  # requests that came on a connection of the dead one
         self._all_here = threading.Barrier(connections)
-        for _ in range(connections):
-            threading.Thread(target=self._serve, daemon=True).start()
+        threading.Thread(target=self._accept, daemon=True).start()
 
-    def _serve(self) -> None:
-        connection, _ = self._server.accept()
+    def _accept(self) -> None:
+        """Takes connections of health checks, too, which HAProxy makes when it likes and asks nothing on."""
+        with contextlib.suppress(OSError):  # it has died
+            while True:
+                connection, _ = self._server.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
         with connection:
             while connection.recv(65536):
                 if self.dead.is_set():
@@ -356,6 +361,7 @@ class Kept:
 
     def die(self) -> None:
         self.dead.set()
+        self._server.shutdown(socket.SHUT_RDWR)  # which ends a wait for connections
         self._server.close()
 
 
