@@ -239,7 +239,6 @@ class HFModel:
             torch.cuda.empty_cache()
 
     def _compile_copy(self) -> None:
-        _fix_kernel_keys()
         copy = small_copy(self.probed)
         run = runner_without_attention(copy)
         self._optimize(copy)
@@ -483,6 +482,7 @@ class HFModel:
 
         `run` runs a step of the model.
         """
+        _fix_kernel_keys()  # before torch's compiler names a folder and an assembler of its own
         tokens = self._engine.token_budget
         sequences = idle_sequences(min(TRIED_TOKENS, tokens), self.max_model_len)
         recorded = record_outer_modules(model.module, model.attentions, lambda: run(sequences))
