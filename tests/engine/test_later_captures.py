@@ -42,6 +42,7 @@ class Captures:
     async def done(self) -> None:
         while self.rig.engine.core._lacks_graphs:
             await asyncio.sleep(0.001)
+        await self.rig.engine.core.passed()  # the last capture is logged after that
 
 
 def started(make_rig: MakeRig, captures: Captures, **options: Any) -> Any:
