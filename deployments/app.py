@@ -72,6 +72,7 @@ class Ingress:
         give_back_memory()
         context = serve.get_replica_context()
         self._args = args
+        self._loop = asyncio.get_running_loop()
         refuse_open(_listening_host(), args.auth.mode, args.auth.allow_open)
         if not os.environ.get(PROXY_CALLBACK):
             log.warning(
@@ -114,6 +115,12 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._api
+
+    @property
+    def direct_application(self) -> FastAPI | None:
+        """The application, for a server in this process that asks nobody else; None where Serve runs it in a thread of
+        its own."""
+        return self._api if asyncio.get_running_loop() is self._loop else None
 
     def _build_api(self) -> FastAPI:
         model, folder = self._args.model, _model_folder(self._args)

@@ -19,6 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Hashable, Iterable
 
 from ray import serve
+from ray.serve import context
 from ray.serve.exceptions import RayServeException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -45,7 +46,8 @@ DROPPED = frozenset(
 UNWATCHED = (b"x-request-disconnect-disabled", b"?1")  # spares a request two tasks of Serve's
 DECODED = frozenset((b"x-request-timeout-seconds", b"traceparent", b"tracestate"))  # kept, if Serve can read them
 
-SERVES_OWN = "/-/"  # paths that its proxy answers itself
+SERVES_OWN = "/-/"  # paths that Serve answers itself
+TRACING = "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH"  # where it is set, Serve records a span around each request
 
 ROUNDS = 4  # of the event loop, between two requests that begin
 MAX_AHEAD = 64  # requests that have begun in Serve's proxy and not in an ingress
@@ -75,11 +77,13 @@ def new_id(prefix: str) -> str:
 def middlewares() -> list[Middleware]:
     """Returns what Serve puts in front of its HTTP servers, and bounds what bodies leave behind in their processes."""
     give_back_memory()
-    return [Middleware(ProxyMiddleware, watched=not _in_ingress())]
+    if not _in_ingress():
+        return [Middleware(ProxyMiddleware)]
+    return [Middleware(IngressMiddleware, direct=not os.environ.get(TRACING))]
 
 
 def _in_ingress() -> bool:
-    """Tells whether this process runs the application, as in fast mode. The application watches its clients itself."""
+    """Tells whether this process runs the application, as in fast mode."""
     try:
         serve.get_replica_context()
     except RayServeException:
@@ -189,47 +193,55 @@ class FairTurns:
         return False
 
 
-class ProxyMiddleware:
+class _HeaderMiddleware:
     """Takes headers off a request that Serve must not read, and gives it the id that answer, body and logs show.
 
     The head of an answer and the first part of its body go out in one write. A client of HTTP/1.0 gets streams in one
     piece.
     """
 
-    def __init__(self, app: ASGIApp, watched: bool = True) -> None:
-        """`watched`: Serve is to watch for clients that leave."""
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._added = [] if watched else [UNWATCHED]
-        self._in_proxy = watched  # an application gives turns itself, once it knows the key, and trims its own heaps
-        self._turns = FairTurns(MAX_AHEAD, SHARED_AHEAD)
-        self._untold: list[_Place] = []
-        self._memory = TrimAfterLarge(collect=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        request_id = new_id("req-")
         headers, client_id = readable(scope["headers"])
-        headers += (REQUEST_ID, request_id.encode("ascii")), *self._added  # Serve logs the id, and answers with it
-
         if scope["type"] == "http":
             send = OneWrite(send)
         if scope.get("http_version") == "1.0":
             send = WholeAnswer(send)
         if client_id is not None:
             send = _with_header(send, CLIENT_ID, client_id)
-        named = {**scope, "headers": headers, SCOPE_ID: request_id}
-        if not self._in_proxy or scope["path"].startswith(SERVES_OWN):
-            await self._app(named, receive, send)
+        await self._pass_on({**scope, "headers": headers, SCOPE_ID: new_id("req-")}, receive, send)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class ProxyMiddleware(_HeaderMiddleware):
+    """Stands in front of Serve's proxy: gives requests their turns, and memory back after large ones."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(app)
+        self._turns = FairTurns(MAX_AHEAD, SHARED_AHEAD)
+        self._untold: list[_Place] = []
+        self._memory = TrimAfterLarge(collect=True)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _show_serve_the_id(scope)
+        if scope["path"].startswith(SERVES_OWN):
+            await self._app(scope, receive, send)
             return
+        headers = scope["headers"]
         await self._turns.take(next((value for name, value in headers if name == b"authorization"), b""))
         places = self._places()
-        named[SCOPE_TELL] = len(places) > 1
+        scope[SCOPE_TELL] = len(places) > 1
         sent = _Passing(send, places)
         late = asyncio.get_running_loop().call_later(MAX_AHEAD_S, sent.passed)
         try:
-            await self._app(named, receive, sent)
+            await self._app(scope, receive, sent)
         finally:
             late.cancel()
             sent.passed()
@@ -247,6 +259,39 @@ class ProxyMiddleware:
             return [place]
         places, self._untold = self._untold, []
         return places
+
+
+class IngressMiddleware(_HeaderMiddleware):
+    """Stands in front of Serve's code in an ingress, and hands requests to the application itself.
+
+    What Serve does around each request costs as much as a third of a small one: it routes, counts, bounds and watches
+    requests, as the application does too. Serve answers its own paths and what is not below the application's prefix,
+    and all requests of other applications. It ends no process before the HTTP server has answered what it has begun.
+    """
+
+    def __init__(self, app: ASGIApp, *, direct: bool = True) -> None:
+        """`direct`: whether requests may go past Serve's code."""
+        super().__init__(app)
+        self._direct = direct
+        self._prefix: str | None = None  # of the application's paths, once Serve has put it into a request
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        prefix, root = self._prefix, scope.get("root_path", "")
+        if prefix is not None and _is_below(prefix, scope["path"][len(root) :]) and scope["type"] == "http":
+            replica = serve.get_replica_context()
+            application: ASGIApp | None = getattr(replica.servable_object, "direct_application", None)
+            if application is not None:
+                scope["root_path"] = root + prefix
+                _name_in_logs(scope[SCOPE_ID], replica.app_name)
+                await application(scope, receive, _with_header(send, REQUEST_ID, scope[SCOPE_ID].encode("ascii")))
+                return
+        _show_serve_the_id(scope)
+        scope["headers"].append(UNWATCHED)  # the application watches its clients itself
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if self._direct:
+                self._prefix = scope.get("root_path", "")[len(root) :]
 
 
 class _Place:
@@ -287,6 +332,21 @@ class _Passing:
 
 
 async def _nothing() -> None: ...
+
+
+def _show_serve_the_id(scope: Scope) -> None:
+    """Has Serve log the id, and answer with it."""
+    scope["headers"].append((REQUEST_ID, scope[SCOPE_ID].encode("ascii")))
+
+
+def _name_in_logs(request_id: str, app_name: str) -> None:
+    """Has Serve log the id with each line of this request, and give it to the calls that the request makes."""
+    context._serve_request_context.set(context._RequestContext(request_id=request_id, app_name=app_name))
+
+
+def _is_below(prefix: str, path: str) -> bool:
+    """Tells whether a path is the application's by Serve's rule, and not Serve's own."""
+    return path.startswith(prefix) and not path.startswith(SERVES_OWN)
 
 
 def _with_header(send: Send, name: bytes, value: bytes) -> Send:

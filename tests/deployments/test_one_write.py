@@ -13,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from deployments.one_write import OneWrite
-from deployments.proxy_middleware import ProxyMiddleware
+from deployments.proxy_middleware import IngressMiddleware, ProxyMiddleware
 
 PROTOCOLS = pytest.mark.parametrize("protocol", [HttpToolsProtocol, H11Protocol], ids=["httptools", "h11"])
 REQUEST = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -117,8 +117,8 @@ def test_a_stream_goes_on_part_by_part(protocol: Callable[..., Any]) -> None:
 
 @PROTOCOLS
 def test_every_http_server_of_serve_joins_them(protocol: Callable[..., Any]) -> None:
-    for watched in (True, False):
-        writes = served(ProxyMiddleware(ANSWERS["json"], watched=watched), protocol).writes
+    for middleware in (ProxyMiddleware, IngressMiddleware):
+        writes = served(middleware(ANSWERS["json"]), protocol).writes
         assert len(writes) == 1 and writes[0].endswith(b'{"score":0.5}')
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ray.serve import context as serve_context
+from ray.serve._private import constants
 from ray.serve._private.http_util import (
     RequestIdMiddleware,
     parse_disconnect_disabled_header,
@@ -16,6 +18,7 @@ from ray.serve._private.http_util import (
 )
 from ray.serve._private.proxy import HTTPProxy
 from ray.serve._private.proxy_request_response import ASGIProxyRequest
+from ray.serve._private.replica import Replica
 
 from deployments import proxy_middleware
 from deployments.cli.launch import ray_env
@@ -26,6 +29,7 @@ from deployments.proxy_middleware import (
     SCOPE_ID,
     SCOPE_TELL,
     TOLD,
+    IngressMiddleware,
     ProxyMiddleware,
     middlewares,
     readable,
@@ -223,8 +227,8 @@ async def test_http_1_0_gets_a_stream_in_one_piece_with_its_length() -> None:
     assert await sent_by(whole, "1.0") == whole
 
 
-@pytest.mark.parametrize("watched", [True, False])
-async def test_serve_watches_clients_only_where_the_application_does_not(watched: bool) -> None:
+@pytest.mark.parametrize("middleware", [ProxyMiddleware, IngressMiddleware])
+async def test_serve_watches_clients_only_where_the_application_does_not(middleware: Any) -> None:
     """In fast mode the middleware stands in the ingress's own process, and the application watches its clients."""
     seen: list[Headers] = []
 
@@ -233,8 +237,8 @@ async def test_serve_watches_clients_only_where_the_application_does_not(watched
 
     given_headers = [(b"x-request-disconnect-disabled", b"?1"), (b"host", b"a")]
     scope = {"type": "http", "path": "/", "headers": given_headers}
-    await ProxyMiddleware(app, watched=watched)(scope, None, None)  # type: ignore[arg-type]
-    assert parse_disconnect_disabled_header(dict(seen[0])) is not watched
+    await middleware(app)(scope, None, None)
+    assert parse_disconnect_disabled_header(dict(seen[0])) is (middleware is IngressMiddleware)
 
 
 async def test_what_an_ingress_has_not_begun_holds_others_and_no_path_of_serves_own(
@@ -301,6 +305,130 @@ async def test_what_no_application_begins_holds_others_for_a_limited_time(monkey
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_outside_of_an_ingress_serve_watches() -> None:
+def test_outside_of_an_ingress_the_middleware_is_the_proxys() -> None:
+    middleware: Any
     (middleware,) = middlewares()
-    assert middleware.kwargs == {"watched": True}
+    assert middleware.cls is ProxyMiddleware
+
+
+class Ingress:
+    """Serve's code in an ingress and the application behind our middleware: which of them each request came to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, prefix: str = "/", **options: bool) -> None:
+        self.prefix = prefix
+        self.came: list[tuple[str, str, str]] = []
+        self.ids: list[str] = []
+        self.replica = SimpleNamespace(servable_object=SimpleNamespace(direct_application=self._application))
+        self.replica.app_name = "assay"
+        monkeypatch.setattr("ray.serve.get_replica_context", lambda: self.replica)
+        self._middleware: Any = IngressMiddleware(RequestIdMiddleware(self._serve), **options)
+
+    async def ask(self, path: str, kind: str = "http", root: str = "") -> dict[bytes, bytes]:
+        """The headers of the answer."""
+        sent: list[Any] = []
+
+        async def keep(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": kind, "path": root + path, "method": "POST", "root_path": root, "headers": []}
+        await asyncio.create_task(self._middleware(scope, None, keep))
+        assert [name.lower() for name, _ in sent[0]["headers"]].count(b"x-request-id") == 1
+        return {name.lower(): value for name, value in sent[0]["headers"]}
+
+    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+        """What Serve's own code does first, which ends here for a path that is its own."""
+        health_check = {**scope, "path": scope["root_path"] + "/-/healthz"}
+        await Replica._direct_ingress_asgi(serve_replica(self.prefix), health_check, receive, ignore)
+        scope["root_path"] = health_check["root_path"]
+        await self._answer("serve", scope, send)
+
+    async def _application(self, scope: Any, receive: Any, send: Any) -> None:
+        self.ids.append(serve_context._get_serve_request_context().request_id)
+        assert scope[SCOPE_ID] == self.ids[-1]
+        await self._answer("application", scope, send)
+
+    async def _answer(self, who: str, scope: Any, send: Any) -> None:
+        self.came.append((who, scope["root_path"], scope["path"]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+
+async def ignore(message: Any) -> None: ...
+
+
+def serve_replica(prefix: str) -> Any:
+    """As much of Serve's replica as answers its health checks."""
+
+    async def healthy() -> tuple[bool, str]:
+        return True, "success"
+
+    return SimpleNamespace(
+        _user_callable_initialized=True,
+        _route_prefix=prefix,
+        _dataplane_health_check=healthy,
+        _metrics_manager=SimpleNamespace(record_ingress_request_metrics=lambda **_: None),
+        _deployment_id=SimpleNamespace(app_name="assay", name="Ingress"),
+    )
+
+
+async def test_after_the_first_request_the_application_is_asked_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve has put the prefix into the first one. Every answer has the one id that the logs show."""
+    ingress = Ingress(monkeypatch)
+    for _ in range(2):
+        headers = await ingress.ask("/score")
+    assert ingress.came == [("serve", "", "/score"), ("application", "", "/score")]
+    assert ingress.ids == [headers[b"x-request-id"].decode()]
+
+
+@pytest.mark.parametrize("root", ["", "/proxied"])
+async def test_an_application_under_a_prefix_is_mounted_as_serve_mounts_it(
+    monkeypatch: pytest.MonkeyPatch, root: str
+) -> None:
+    ingress = Ingress(monkeypatch, prefix="/llm")
+    for path in ("/llm/score", "/llm/score", "/score", "/-/healthz"):
+        await ingress.ask(path, root=root)
+    mounted = root + "/llm"
+    assert ingress.came == [
+        ("serve", mounted, f"{mounted}/score"),
+        ("application", mounted, f"{mounted}/score"),
+        ("serve", mounted, f"{root}/score"),
+        ("serve", mounted, f"{root}/-/healthz"),
+    ]
+
+
+async def test_a_prefix_that_changes_is_followed_from_the_next_health_check_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ingress = Ingress(monkeypatch)
+    await ingress.ask("/score")
+    ingress.prefix = "/v1"
+    for path in ("/-/healthz", "/v1/score", "/score"):
+        await ingress.ask(path)
+    assert [(who, root) for who, root, _ in ingress.came[1:]] == [
+        ("serve", "/v1"), ("application", "/v1"), ("serve", "/v1"),
+    ]  # fmt: skip
+
+
+async def test_serve_answers_what_is_not_the_applications(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets; all requests of an application that is not ours, or runs in another thread; and all, while Serve records
+    spans."""
+    ingress = Ingress(monkeypatch)
+    await ingress.ask("/score")
+    await ingress.ask("/score", kind="websocket")
+    for other in (SimpleNamespace(), SimpleNamespace(direct_application=None)):
+        ingress.replica.servable_object = other
+        await ingress.ask("/score")
+    traced = Ingress(monkeypatch, direct=False)
+    for _ in range(2):
+        await traced.ask("/score")
+    assert {who for who, *_ in (*ingress.came, *traced.came)} == {"serve"}
+
+
+@pytest.mark.parametrize("tracing", ["", "exporters:spans"])
+def test_in_an_ingress_the_middleware_goes_past_serve_unless_it_records_spans(
+    monkeypatch: pytest.MonkeyPatch, tracing: str
+) -> None:
+    monkeypatch.setattr("ray.serve.get_replica_context", SimpleNamespace)
+    monkeypatch.setenv(proxy_middleware.TRACING, tracing)
+    middleware: Any
+    (middleware,) = middlewares()
+    assert middleware.cls is IngressMiddleware and middleware.kwargs == {"direct": not tracing}
+    assert proxy_middleware.TRACING in vars(constants)
