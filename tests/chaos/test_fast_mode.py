@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.cli.launch import haproxy
@@ -79,9 +80,11 @@ class Fast(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(folder: Path, **sections: dict[str, Any]) -> Iterator[Fast]:
-    """Fast mode with the built-in model, and with some sections of its configuration changed."""
+def serving(folder: Path, *, access_log: bool = False, **sections: dict[str, Any]) -> Iterator[Fast]:
+    """Fast mode with the built-in model, and with some sections of its configuration changed; `access_log`: Serve's."""
     file, port = on_a_free_port("cpu.yaml", folder, ingress={"count": INGRESSES}, **sections)
+    config = yaml.safe_load(file.read_text("utf-8")) | {"logging_config": {"enable_access_log": access_log}}
+    file.write_text(yaml.safe_dump(config), "utf-8")
     fast = _start(file, folder / "log.txt", port)
     try:
         yield fast
@@ -120,7 +123,7 @@ def _start(file: Path, log: Path, port: int) -> Fast:
 @pytest.fixture(scope="module")
 def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fast]:
     haproxy.find_binary()
-    with serving(tmp_path_factory.mktemp("fast")) as found:
+    with serving(tmp_path_factory.mktemp("fast"), access_log=True) as found:
         yield found
 
 
@@ -192,11 +195,29 @@ def test_bytes_beyond_ascii_in_a_header_fail_nothing_and_there_is_one_id(fast: F
     assert head.split()[1] == b"404" and ids == [json.loads(body)["request_id"]]
 
 
-def test_the_logs_of_every_process_are_written_as_they_come(fast: Fast) -> None:
-    """A process that is killed leaves what it said."""
+def logs_of(fast: Fast) -> Path:
+    """The folder of Serve's logs."""
     commands = [cmdline(pid).decode() for pid in descendants(fast.process.pid)]
     session = next(found[1] for line in commands if (found := re.search(r"--session[-_]dir=([^\0]+)", line)))
-    folder = Path(session) / "logs" / "serve"
+    return Path(session) / "logs" / "serve"
+
+
+def test_requests_go_past_serves_code_and_sockets_do_not(fast: Fast) -> None:
+    """Serve's access log has those that do not. Until Serve has shown an ingress the prefix, its first may be there."""
+    for _ in range(20):
+        fast.get("/version")
+    opening = "GET /version HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+    opening += "sec-websocket-version: 13\r\nsec-websocket-key: YWJjZGVmZ2hpamtsbW5vcA==\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", fast.port), timeout=30) as client:
+        client.sendall(opening.encode("ascii"))
+        assert client.recv(65536).split()[1] == b"403"
+    logs = "".join(one.read_text() for one in logs_of(fast).glob("replica_*_Ingress_*.log"))
+    assert logs.count("GET /version") <= INGRESSES and logs.count("WS /version") == 1
+
+
+def test_the_logs_of_every_process_are_written_as_they_come(fast: Fast) -> None:
+    """A process that is killed leaves what it said."""
+    folder = logs_of(fast)
     (replica,) = folder.glob("replica_*_Replica_*.log")
     assert "Start-up: total took" in replica.read_text()
     ingresses = list(folder.glob("replica_*_Ingress_*.log"))
