@@ -118,8 +118,7 @@ class Ingress:
 
     @property
     def direct_application(self) -> FastAPI | None:
-        """The application, for a server in this process that asks nobody else; None where Serve runs it in a thread of
-        its own."""
+        """The application, for the HTTP server in this process; None where Serve runs it in a thread of its own."""
         return self._api if asyncio.get_running_loop() is self._loop else None
 
     def _build_api(self) -> FastAPI:

@@ -264,9 +264,9 @@ class ProxyMiddleware(_HeaderMiddleware):
 class IngressMiddleware(_HeaderMiddleware):
     """Stands in front of Serve's code in an ingress, and hands requests to the application itself.
 
-    What Serve does around each request costs as much as a third of a small one: it routes, counts, bounds and watches
-    requests, as the application does too. Serve answers its own paths and what is not below the application's prefix,
-    and all requests of other applications. It ends no process before the HTTP server has answered what it has begun.
+    Serve's code around each request takes as long as a third of a small one. It routes, counts, bounds and watches
+    requests, as the application does too. Serve answers its own paths, what is not below the application's prefix, and
+    all requests of other applications. A replica that ends waits for its HTTP server, so that no request is cut off.
     """
 
     def __init__(self, app: ASGIApp, *, direct: bool = True) -> None:
