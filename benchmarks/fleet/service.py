@@ -19,6 +19,7 @@ from deployments.cli.launch import local_serve
 from deployments.cli.launch.listening_ports import descendants, listeners
 from deployments.config.sections import HealthArgs
 
+INGRESS = "Ingress"
 DIRECT = range(30_000, 31_001)  # where ingresses listen themselves, in fast mode
 POLL_S = 0.25
 ATTEMPTS = 3  # at starting Ray: it gives itself 30 s, which a busy machine may need
@@ -115,7 +116,10 @@ class Fleet:
             "route_prefix": "/",
             "import_path": "deployments.app:build",
             "args": self.args,
-            "deployments": [{"name": REPLICA, "num_replicas": count}],
+            "deployments": [
+                {"name": REPLICA, "num_replicas": count},
+                {"name": INGRESS, "num_replicas": self.ingresses},
+            ],
             "logging_config": {"enable_access_log": False},
         }
         http = {"host": local_serve.LOOPBACK, "port": self.port}
@@ -140,7 +144,7 @@ class Fleet:
         if str(found.status).endswith("DEPLOY_FAILED"):
             raise NotWhole(self.diagnostics())
         running = {name: one.replica_states for name, one in found.deployments.items()}
-        if running != {"Ingress": {"RUNNING": self.ingresses}, REPLICA: {"RUNNING": self.count}}:
+        if running != {INGRESS: {"RUNNING": self.ingresses}, REPLICA: {"RUNNING": self.count}}:
             return False
         proxy, own = (f"http://{local_serve.LOOPBACK}:{self.port}",), self._own_addresses()
         self.urls = own if self.direct and own else proxy
@@ -165,9 +169,9 @@ class Fleet:
             return False
         return bool(said.get("replicas_ready", 0) >= self.count == said.get("replicas_total"))
 
-    def pids(self) -> Sequence[int]:
-        """Returns the process ids of engine replicas."""
-        title = f"ray::ServeReplica:{APP}:{REPLICA}".encode()
+    def pids(self, deployment: str = REPLICA) -> Sequence[int]:
+        """Returns the process ids of a deployment's replicas."""
+        title = f"ray::ServeReplica:{APP}:{deployment}".encode()
         found = []
         for pid in descendants(os.getpid()):
             with contextlib.suppress(OSError):
