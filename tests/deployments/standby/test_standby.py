@@ -210,4 +210,4 @@ def test_a_pool_does_not_start_processes_that_are_unfit_again_and_again(
     ended.keep_spare()
     until(lambda: not ended._waiting)
     ended.stop()
-    assert ended._started == 1
+    assert ended._started in (1, 2)  # a spare, too, where the first had ended before
