@@ -95,10 +95,10 @@ def main() -> None:
         "replica": {"count": 2, "num_cpus": 0.1},
         "drain": {"handoff_s": float(sys.argv[1]), "grace_s": 9},
     }
-    of_ingresses = sys.argv[2:]
+    taken = sys.argv[2]
     with Fleet.started(args, gpus=0, ingresses=2, fast=True, direct=True) as fleet:
-        fleet.deploy(1 if of_ingresses else 2, 240.0)
-        found = without_an_ingress(fleet, killed="killed" in of_ingresses) if of_ingresses else shrunk(fleet)
+        fleet.deploy(2 if taken == "replica" else 1, 240.0)
+        found = shrunk(fleet) if taken == "replica" else without_an_ingress(fleet, killed=taken == "killed ingress")
         print(json.dumps(asyncio.run(found)), flush=True)
 
 

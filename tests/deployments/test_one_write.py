@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,7 +117,8 @@ def test_a_stream_goes_on_part_by_part(protocol: Callable[..., Any]) -> None:
 
 
 @PROTOCOLS
-def test_every_http_server_of_serve_joins_them(protocol: Callable[..., Any]) -> None:
+def test_every_http_server_of_serve_joins_them(protocol: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.serve.get_replica_context", lambda: SimpleNamespace(servable_object=None))
     for middleware in (ProxyMiddleware, IngressMiddleware):
         writes = served(middleware(ANSWERS["json"]), protocol).writes
         assert len(writes) == 1 and writes[0].endswith(b'{"score":0.5}')

@@ -227,9 +227,20 @@ async def test_http_1_0_gets_a_stream_in_one_piece_with_its_length() -> None:
     assert await sent_by(whole, "1.0") == whole
 
 
-@pytest.mark.parametrize("middleware", [ProxyMiddleware, IngressMiddleware])
-async def test_serve_watches_clients_only_where_the_application_does_not(middleware: Any) -> None:
-    """In fast mode the middleware stands in the ingress's own process, and the application watches its clients."""
+@pytest.mark.parametrize(
+    ("middleware", "servable", "watched"),
+    [
+        (ProxyMiddleware, None, True),
+        (IngressMiddleware, SimpleNamespace(direct_application=object()), False),
+        (IngressMiddleware, SimpleNamespace(), True),
+    ],
+)
+async def test_serve_watches_clients_only_where_the_application_does_not(
+    monkeypatch: pytest.MonkeyPatch, middleware: Any, servable: Any, watched: bool
+) -> None:
+    """In fast mode the middleware stands in the ingress's own process, where our application watches its clients. One
+    of another origin does not."""
+    monkeypatch.setattr("ray.serve.get_replica_context", lambda: SimpleNamespace(servable_object=servable))
     seen: list[Headers] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -238,7 +249,7 @@ async def test_serve_watches_clients_only_where_the_application_does_not(middlew
     given_headers = [(b"x-request-disconnect-disabled", b"?1"), (b"host", b"a")]
     scope = {"type": "http", "path": "/", "headers": given_headers}
     await middleware(app)(scope, None, None)
-    assert parse_disconnect_disabled_header(dict(seen[0])) is (middleware is IngressMiddleware)
+    assert parse_disconnect_disabled_header(dict(seen[0])) is not watched
 
 
 async def test_what_an_ingress_has_not_begun_holds_others_and_no_path_of_serves_own(
