@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # Triton is no part of a CPU's installation
 
 HEAD_DIMS = (64, 128, 256)  # what fa2 is built for; others are padded with zeros, exact because the scale is explicit
 HOPPER = 9  # major compute capability
+MANY_TOKENS = 64  # of a step, which are rotated eight together
 CASCADE_RATIO, HOPPER_CASCADE_RATIO = 32.0, 8.0  # context tokens a new token from which two levels beat one
 Append = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 Attended = tuple[torch.Tensor, torch.Tensor]  # [T, H, D], and f32 [T, H] log-sum-exps in base 2
@@ -39,7 +40,7 @@ class PagedStep(ABC):
         Args:
             append: Called with (k, v, keys, values, slots), writes k and v to these slots.
             slots: i32 [T] on the device.
-            rotated_together: See `CapturableBackend`.
+            rotated_together: The step's; see `CapturableBackend`.
         """
         self._append, self._slots, self._rotated_together = append, slots, rotated_together
 
@@ -92,8 +93,6 @@ def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 class FlashInferAttention:
     """Implements `CapturableBackend` on one device. One thread alone may use it: wrappers keep the last step's plan."""
 
-    rotated_together = 1
-
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         import flashinfer
 
@@ -117,6 +116,10 @@ class FlashInferAttention:
 
     def plan(self, batch: InputBatch) -> AttentionStep:
         return FlashInferStep(self, batch)
+
+    def rotated_together(self, tokens: int) -> int:
+        """Returns one for few tokens, whose programs fill no device together."""
+        return 1 if tokens < MANY_TOKENS else 8
 
     def planned(self, params: AttentionParams, batch: InputBatch) -> Any:
         """Plans `batch` for layers of these parameters, and returns their `run`."""
@@ -227,7 +230,7 @@ class FlashInferStep(PagedStep):
     """Attends in one eager step. It plans for layers of equal parameters when the first of them attends."""
 
     def __init__(self, backend: FlashInferAttention, batch: InputBatch) -> None:
-        super().__init__(backend.append, batch.write_slots_i32)
+        super().__init__(backend.append, batch.write_slots_i32, backend.rotated_together(batch.num_tokens))
         self._backend = backend
         self._batch = batch
         self._runs: dict[AttentionParams, Any] = {}

@@ -4,6 +4,7 @@
 lies in its buffers alone.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -15,7 +16,11 @@ from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, AttentionStep
 from engine.attention.plans import AttentionParams, GraphBuffers, GraphDecoder, Sequences
 from engine.batch.input_batch import InputBatch
 from engine.kernels.invariant_attention import (
+    BLOCK,
+    CROWDED,
     MAX_DIM,
+    NARROW,
+    WIDE,
     Heads,
     Tiles,
     invariant_attention,
@@ -23,6 +28,8 @@ from engine.kernels.invariant_attention import (
     tokens_of_tile,
 )
 from engine.requests import Int32s
+
+log = logging.getLogger(__name__)
 
 BUSY: Final = 528  # programs that keep a device busy: four on each of 132 multiprocessors
 MAX_PARTS_BYTES: Final = 1 << 26  # of the partial sums of a step whose contexts are shared among programs
@@ -34,10 +41,10 @@ class InvariantAttention:
 
     cascade_ratio: float | None = None  # a shared context in two levels would merge its parts in another order
     min_cascade_context: int | None = None
-    rotated_together = 8
 
     def __init__(self, device: torch.device, max_model_len: int) -> None:
         self.device, self.max_model_len, self.part = device, max_model_len, part_of(max_model_len)
+        self._narrow: dict[tuple[AttentionParams, torch.dtype], bool] = {}
 
     def stored_dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:
         """Returns one dim for both."""
@@ -49,6 +56,10 @@ class InvariantAttention:
     def plan(self, batch: InputBatch) -> AttentionStep:
         return _InvariantStep(self, batch)
 
+    def rotated_together(self, tokens: int) -> int:
+        """Returns one number for all steps: bits depend on it."""
+        return 8
+
     def append(
         self, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
     ) -> None:
@@ -58,8 +69,10 @@ class InvariantAttention:
         values[:, 0].index_copy_(0, places, v)
 
     def graph_bounds(self, layers: Iterable[AttentionParams], rows: int, longest: int) -> tuple[int, ...]:
-        """Returns the one bound of captured steps: a row's kernel follows from the row alone."""
-        return (longest,)
+        """Returns the bounds of captured steps; see `CapturableBackend`. Contexts of one part need no programs that
+        wait for each other, where rows are so few that others have several."""
+        several = any(self._programs(rows, params) > 1 for params in layers)
+        return (self.part, longest) if several and longest > self.part else (longest,)
 
     def graph_decoder(self, params: AttentionParams, buffers: GraphBuffers, rows: int, longest: int) -> GraphDecoder:
         """Makes what attends in a captured step of single tokens; see `CapturableBackend`."""
@@ -79,6 +92,11 @@ class InvariantAttention:
         """Returns nothing: a graph names the buffers alone."""
         return None
 
+    @staticmethod
+    def _programs(tiles: int, params: AttentionParams) -> int:
+        """Returns how many programs share a context in a step of so many tiles."""
+        return max(1, BUSY // max(1, tiles * params.kv_heads))
+
     def run(
         self, params: AttentionParams, tiles: Tiles, longest: int, q: torch.Tensor, cache: Any, out: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,18 +109,32 @@ class InvariantAttention:
         parts = -(-longest // self.part)
         fits = 4 * parts * q.numel() <= MAX_PARTS_BYTES
         count = len(q) if tiles.first is None else len(tiles.first)
-        programs = max(1, BUSY // max(1, count * params.kv_heads)) if fits else 1
+        programs = self._programs(count, params) if fits else 1
+        crowded = tiles.first is None and count * params.kv_heads >= CROWDED
+        form = NARROW if crowded and self._sums_alike(params, q.dtype, heads) else WIDE
         keys, values = cache
         return invariant_attention(
-            q, keys, values, tiles, heads, part=self.part, parts=parts, programs=programs, out_THD=out
+            q, keys, values, tiles, heads, part=self.part, parts=parts, programs=programs, form=form, out_THD=out
         )
+
+    def _sums_alike(self, params: AttentionParams, dtype: torch.dtype, heads: Heads) -> bool:
+        """Tells whether narrow tiles have been seen to have the bits of wide ones in layers of these parameters. The
+        first step, which is not captured, tries them."""
+        key = params, dtype
+        if key not in self._narrow:
+            self._narrow[key] = params.heads // params.kv_heads <= NARROW.rows and narrow_tiles_sum_alike(
+                params, dtype, heads, self.part, self.device
+            )
+            if not self._narrow[key]:
+                log.info("Attention of single tokens has wide tiles: narrow ones round in another way.")
+        return self._narrow[key]
 
 
 class _InvariantStep(PagedStep):
     """Attends in one eager step."""
 
     def __init__(self, backend: InvariantAttention, batch: InputBatch) -> None:
-        super().__init__(backend.append, batch.write_slots_i32, backend.rotated_together)
+        super().__init__(backend.append, batch.write_slots_i32, backend.rotated_together(batch.num_tokens))
         self._backend, self._batch = backend, batch
         self._longest = int(batch.kv_indptr.diff().max())
         self._tiles: dict[int, Tiles] = {}  # by the tokens of a tile
@@ -182,6 +214,34 @@ class _InvariantPrefiller:
         longest = self._backend.max_model_len
         found = self._backend.run(self._params, self._tiles, longest, q, cache, out)
         return found if return_lse else out
+
+
+def narrow_tiles_sum_alike(
+    params: AttentionParams, dtype: torch.dtype, heads: Heads, part: int, device: torch.device
+) -> bool:
+    """Returns whether random tokens with contexts of many lengths have the same bits by narrow tiles as by wide ones.
+
+    Args:
+        params: The layers' heads.
+        dtype: The type of queries, keys and values.
+        heads: How the layers attend.
+        part: Tokens of a part.
+        device: Where.
+    """
+    lengths = [*range(1, 2 * BLOCK + 2), part - 1, part, part + 1, 2 * part, 2 * part + BLOCK + 1]
+    generator = torch.Generator(device).manual_seed(0)
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    stored = int(ends[-1])
+    keys, values = (
+        torch.randn((stored, 1, params.kv_heads, params.dim), generator=generator, device=device).to(dtype)
+        for _ in range(2)
+    )
+    q = torch.randn((len(lengths), params.heads, params.dim), generator=generator, device=device).to(dtype)
+    tiles = Tiles(None, None, None, ends.to(device), torch.arange(stored, dtype=torch.int32, device=device))
+    wide, narrow = (
+        invariant_attention(q, keys, values, tiles, heads, part=part, parts=3, form=form) for form in (WIDE, NARROW)
+    )
+    return all(map(torch.equal, wide, narrow))
 
 
 def tiles_between(starts: Int32s, size: int) -> tuple[Int32s, Int32s]:

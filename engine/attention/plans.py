@@ -57,7 +57,10 @@ class CapturableBackend(AttentionBackend, Protocol):
     """Plans attention that CUDA graphs can capture."""
 
     device: torch.device
-    rotated_together: int  # tokens that one program of `engine.kernels.qk_norm_rope` computes
+
+    def rotated_together(self, tokens: int) -> int:
+        """Returns how many tokens one program of `engine.kernels.qk_norm_rope` computes in a step of `tokens`."""
+        ...
 
     def append(
         self, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor

@@ -31,10 +31,22 @@ from gpu_sampler.kernels.lm_head_logprob import INTERPRETED, LOG2_E
 MIN_PART: Final = 384  # tokens; changing it changes bits
 MAX_PARTS: Final = 128  # of a context; changing it changes bits
 BLOCK: Final = 32  # tokens; changing it changes bits
-ROWS: Final = 64  # of a tile: what Hopper's matrix instructions take
-WARPS: Final = 4
-STAGES: Final = 5
 MAX_DIM: Final = 256
+
+
+class TileForm(NamedTuple):
+    """Says how a tile is computed."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+WIDE: Final = TileForm(64, 4, 5)  # what Hopper's matrix instructions take
+# For tiles of one token: a warp alone computes one. It sums in the same order where all matrix instructions of a device
+# sum alike, as Hopper's do. Faster where there are at least CROWDED tiles and groups of heads.
+NARROW: Final = TileForm(16, 1, 4)
+CROWDED: Final = 512
 
 
 class Tiles(NamedTuple):
@@ -208,8 +220,8 @@ def _invariant_attention_kernel(
 
 
 def tokens_of_tile(heads: int, kv_heads: int) -> int:
-    """Returns how many tokens a tile holds."""
-    tokens: int = ROWS // triton.next_power_of_2(heads // kv_heads)
+    """Returns how many tokens a wide tile holds."""
+    tokens: int = WIDE.rows // triton.next_power_of_2(heads // kv_heads)
     return tokens
 
 
@@ -228,6 +240,7 @@ def invariant_attention(
     part: int = MIN_PART,
     parts: int = MAX_PARTS,
     programs: int = 1,
+    form: TileForm = WIDE,
     out_THD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends with each token over its own position's context.
@@ -243,6 +256,7 @@ def invariant_attention(
         part: Tokens of a part, a multiple of BLOCK. It decides bits, so that it must be the same for all steps.
         parts: The maximum of parts of a context of this step. No bit depends on it, nor on `programs`.
         programs: How many share a tile's context: few tokens want several, to fill the device.
+        form: How tiles are computed, those with more than one token by `WIDE`.
         out_THD: Where the result goes; None: new memory.
 
     Returns:
@@ -251,7 +265,7 @@ def invariant_attention(
     Raises:
         ValueError: Shapes or types do not belong together.
     """
-    _check(q_THD, keys, values)
+    _check(q_THD, keys, values, form.rows)
     (tokens, query_heads, dim), kv_heads, device = q_THD.shape, keys.shape[2], q_THD.device
     out = torch.empty((tokens, query_heads, dim), dtype=q_THD.dtype, device=device) if out_THD is None else out_THD
     lse = torch.empty((tokens, query_heads), device=device)
@@ -266,18 +280,18 @@ def invariant_attention(
         _invariant_attention_kernel[grid](
             q_THD, tokens, q_THD.stride(0), q_THD.stride(1), keys, values, *tiles, out, lse, sums, of_sums,
             parts * tokens * query_heads, arrivals(device, count * kv_heads), *heads, GROUP=group,
-            ROUND_GROUP=triton.next_power_of_2(group), D=dim, PADDED=padded, PART=part, BLOCK=BLOCK, ROWS=ROWS,
+            ROUND_GROUP=triton.next_power_of_2(group), D=dim, PADDED=padded, PART=part, BLOCK=BLOCK, ROWS=form.rows,
             SPLIT=programs > 1, CAPPED=heads.softcap != 0.0, UPCAST=INTERPRETED,
-            enable_fp_fusion=False, num_warps=WARPS, num_stages=STAGES,
+            enable_fp_fusion=False, num_warps=form.warps, num_stages=form.stages,
         )  # fmt: skip
     return out, lse
 
 
-def _check(q_THD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+def _check(q_THD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: int) -> None:
     """Raises ValueError unless the arguments belong together."""
     shape = (len(keys), 1, keys.shape[2], q_THD.shape[2])
     group = q_THD.shape[1] // keys.shape[2]
-    if q_THD.shape[1] % keys.shape[2] or group > ROWS or q_THD.shape[2] > MAX_DIM or q_THD.stride(2) != 1:
+    if q_THD.shape[1] % keys.shape[2] or group > rows or q_THD.shape[2] > MAX_DIM or q_THD.stride(2) != 1:
         raise ValueError(f"got q {tuple(q_THD.shape)} and {keys.shape[2]} key heads, expected [T, H, D <= {MAX_DIM}]")
     for name, pool in (("keys", keys), ("values", values)):
         if tuple(pool.shape) != shape or not pool.is_contiguous() or pool.dtype != q_THD.dtype:

@@ -44,17 +44,20 @@ class Tile(NamedTuple):
 
 
 EXACT_DEPTH: Final = 64  # changing it changes bits of fp32 rows
-# By the most rows, ascending; measured on an H100.
+# By the most rows, and the most columns of the output, ascending; measured on an H200.
 TILES: Final = {
-    16: Tile(16, 64, 128, 4, 4, few=True),
-    96: Tile(32, 64, 128, 4, 4, few=True),
-    512: Tile(64, 64, 64, 4, 4),
-    MANY: Tile(128, 256, 64, 8, 3),
+    (16, 2048): Tile(16, 16, 512, 2, 3, few=True),
+    (16, MANY): Tile(16, 64, 128, 4, 6, few=True),
+    (96, 4096): Tile(32, 64, 128, 4, 6, few=True),
+    (96, MANY): Tile(64, 64, 128, 4, 4, few=True),
+    (512, MANY): Tile(64, 64, 64, 4, 4),
+    (MANY, MANY): Tile(128, 256, 64, 8, 3),
 }
 EXACT_TILES: Final = {  # three terms of each row lie in shared memory
-    16: Tile(16, 64, EXACT_DEPTH, 4, 6, few=True),
-    64: Tile(32, 128, EXACT_DEPTH, 4, 4, few=True),
-    MANY: Tile(128, 128, EXACT_DEPTH, 8, 3),
+    (16, MANY): Tile(16, 64, EXACT_DEPTH, 4, 6, few=True),
+    (64, MANY): Tile(32, 128, EXACT_DEPTH, 4, 4, few=True),
+    (512, MANY): Tile(64, 256, EXACT_DEPTH, 4, 2),
+    (MANY, MANY): Tile(128, 128, EXACT_DEPTH, 8, 3),
 }
 TF32: Final = Tile(64, 64, 64, 4, 4)
 SMALL: Final = Tile(64, 32, 64, 4, 2)  # for the interpreter, which pays for empty rows and columns
@@ -136,14 +139,15 @@ def _terms_kernel(x, terms, x_row, x_term, K, TERMS: tl.constexpr, COPIED: tl.co
         rest_K -= term_K.to(tl.float32)
 
 
-def tile_of(rows: int, x_dtype: torch.dtype, weight_dtype: torch.dtype, *, few: bool = True) -> Tile:
-    """Returns the tile for a number of rows. `few`: whether few rows have tiles of their own."""
+def tile_of(rows: int, columns: int, x_dtype: torch.dtype, weight_dtype: torch.dtype, *, few: bool = True) -> Tile:
+    """Returns the tile for an output of this form. `few`: whether few rows have tiles of their own."""
     if INTERPRETED:
         return SMALL
     if x_dtype == torch.float32 and weight_dtype != torch.bfloat16:
         return TF32
     tiles = EXACT_TILES if x_dtype == torch.float32 else TILES
-    return next(tile for most, tile in tiles.items() if (rows if few else MANY) <= most)
+    rows = rows if few else MANY
+    return next(tile for (most, widest), tile in tiles.items() if rows <= most and columns <= widest)
 
 
 def invariant_gemm(
@@ -155,6 +159,7 @@ def invariant_gemm(
     out_dtype: torch.dtype | None = None,
     few: bool = True,
     tile: Tile | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes a linear layer.
 
@@ -167,6 +172,7 @@ def invariant_gemm(
         few: Whether few rows have tiles of their own. No bit depends on it where all matrix instructions of a device
             sum alike, as Hopper's do.
         tile: None: as suits the rows. No bit depends on it, with the same exception.
+        out: [rows of x, N] contiguous, of any float type, where the result goes; None: new memory.
 
     Returns:
         [..., N] in `out_dtype`, contiguous.
@@ -178,7 +184,10 @@ def invariant_gemm(
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     _check(rows, weight, bias)
     (count, width), columns = rows.shape, weight.shape[0]
-    out = torch.empty((count, columns), dtype=out_dtype or x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((count, columns), dtype=out_dtype or x.dtype, device=x.device)
+    elif out.shape != (count, columns) or not out.is_contiguous() or out.dtype not in FLOATS:
+        raise ValueError(f"got out {out.dtype} {tuple(out.shape)}, expected contiguous floats {(count, columns)}")
     if residual is not None:
         if residual.shape != (*x.shape[:-1], columns) or residual.dtype != out.dtype:
             raise ValueError(f"got residual {residual.dtype} {tuple(residual.shape)}, expected the result's form")
@@ -186,7 +195,7 @@ def invariant_gemm(
     if count and columns:
         exact = x.dtype == torch.float32 and weight.dtype == torch.bfloat16
         terms = bf16_terms(rows) if exact else rows[None]
-        tile = tile or tile_of(count, x.dtype, weight.dtype, few=few)
+        tile = tile or tile_of(count, columns, x.dtype, weight.dtype, few=few)
         _invariant_gemm_kernel[(-(-count // tile.rows) * -(-columns // tile.columns),)](
             terms, weight, bias, residual, out, count, columns, width, terms.stride(1), terms.stride(0),
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, DEPTH=tile.depth, GROUP=GROUP, FEW=tile.few, PARTS=len(terms),

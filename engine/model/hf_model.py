@@ -534,6 +534,7 @@ class HFModel:
             attended=attended,
             longest=self.max_model_len,
             skinny=self._engine.numerics == "fast",
+            head=self.head,
         )
 
     def _capture_prefill(self, decode_graphs: DecodeGraphs) -> None:

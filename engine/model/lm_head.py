@@ -48,6 +48,21 @@ class HeadSpec:
         """Returns logits [R, V] in the model's dtype, as the model itself computes them."""
         return self.capped(self.linear(hidden_RH, self.weight, self.bias))
 
+    def write_rows(self, hidden_RH: torch.Tensor, out_RV: torch.Tensor) -> None:
+        """Writes what `rows` returns to `out_RV`, directly where the products are the logits."""
+        if self.divisor is not None or self.scale != 1 or self.softcap or not self.write_products(hidden_RH, out_RV):
+            out_RV.copy_(self.rows(hidden_RH))
+
+    def write_products(self, hidden_RH: torch.Tensor, out_RV: torch.Tensor) -> bool:
+        """Writes hidden weight^T + bias to `out_RV`; returns False where that would not be what `linear` gives."""
+        if self.linear is not torch.nn.functional.linear or not out_RV.dtype == hidden_RH.dtype == self.weight.dtype:
+            return False
+        if self.bias is None:
+            torch.mm(hidden_RH, self.weight.T, out=out_RV)
+        else:
+            torch.addmm(self.bias, hidden_RH, self.weight.T, out=out_RV)
+        return True
+
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the products after scale and soft cap, in their dtype."""
         if self.divisor is not None:

@@ -25,7 +25,8 @@ from engine.batch.input_batch import InputBatch, StepKind, StepSequences, idle_s
 from engine.kv_cache.storage import LayerShape
 from engine.model.compatibility import LayerCall, ProbedModel
 from engine.model.cuda_graphs.sizes import GraphSizes
-from engine.model.optimize.skinny_linear import skinny_step
+from engine.model.lm_head import HeadSpec
+from engine.model.optimize.skinny_linear import MAX_ROWS, skinny_step
 
 SMALL_BUCKETS = (2, 4, 8, 16)
 BUCKET_STEP = 32
@@ -54,7 +55,7 @@ class CapturedStep(PagedStep):
         *,
         skinny: bool = True,
     ) -> None:
-        super().__init__(backend.append, torch.empty(0, dtype=torch.int32), backend.rotated_together)
+        super().__init__(backend.append, torch.empty(0, dtype=torch.int32), backend.rotated_together(rows))
         self._module, self._wrappers, self._rows, self._skinny = module, wrappers, rows, skinny
         self._queries = torch.arange(rows + 1, dtype=torch.int32)
         self._named = backend.named_by_graph(rows)
@@ -110,6 +111,7 @@ class DecodeGraphs:
         attended: int,
         longest: int = MAX_ATTENDED,
         skinny: bool = True,
+        head: HeadSpec | None = None,
     ) -> None:
         """
         Args:
@@ -118,6 +120,7 @@ class DecodeGraphs:
             attended: Tokens that all rows of a step may attend to.
             longest: Tokens that one row may attend to.
             skinny: Whether steps of few rows are skinny ones, whose compiled layers round in another way than others'.
+            head: Writes the logits of other steps where they are read; None: those of all steps are copied there.
         """
         if isinstance(model.backend, TorchAttention):
             raise TypeError(f"Only the paged kernels can be captured. Given: {type(model.backend).__name__}.")
@@ -126,7 +129,7 @@ class DecodeGraphs:
             {_params(call, shape) for call, shape in zip(model.calls, model.shapes, strict=True)}
         )
         self.memory: Any = _cuda.graph_pool_handle()  # for all graphs that are replayed one after another
-        self._buckets, self._longest, self._skinny = buckets(max_rows), longest, skinny
+        self._buckets, self._longest, self._skinny, self._head = buckets(max_rows), longest, skinny, head
         self.max_rows, self.device = max_rows, self.backend.device
         self._front = torch.zeros(3 * max_rows, dtype=torch.int64, device=self.device)
         self._slots = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
@@ -214,10 +217,16 @@ class DecodeGraphs:
         return recorded(lambda: self._fill(step, size), self.device, self.memory)
 
     def _fill(self, step: CapturedStep, size: int) -> None:
-        self._logits[:size].copy_(self._all_rows(step, size))
+        if self._head is None or (self._skinny and size <= MAX_ROWS):  # a skinny head is faster, and its copy is small
+            self._logits[:size].copy_(self._all_rows(step, size))
+        else:
+            self._head.write_rows(step.hidden(*self._inputs(size)), self._logits[:size])
 
     def _all_rows(self, step: CapturedStep, size: int) -> torch.Tensor:
-        return step.logits(self._front[:size], self._front[size : 2 * size], self._slots[:size])
+        return step.logits(*self._inputs(size))
+
+    def _inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._front[:size], self._front[size : 2 * size], self._slots[:size]
 
 
 def recorded(launch: Callable[[], None], device: torch.device, pool: Any) -> Any:

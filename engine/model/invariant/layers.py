@@ -89,6 +89,13 @@ class InvariantHead(HeadSpec):
         """Returns logits f32 [R, V]."""
         return self.capped(multiply(hidden_RH, self.weight, self.bias, self.products, exact=True))
 
+    def write_products(self, hidden_RH: torch.Tensor, out_RV: torch.Tensor) -> bool:
+        """Writes the products, which have the bits of `rows`; see `HeadSpec`."""
+        from engine.kernels.invariant_gemm import invariant_gemm  # Triton is no part of a CPU's installation
+
+        invariant_gemm(hidden_RH, self.weight, self.bias, few=self.products.few, out=out_RV)
+        return True
+
 
 @torch.no_grad()
 def make_invariant(module: Any, head: HeadSpec | None, most_rows: int) -> InvariantHead:

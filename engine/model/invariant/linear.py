@@ -138,7 +138,7 @@ def proven(
     dtype = torch.float32 if exact else weight.dtype
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn((most_rows, weight.shape[1]), generator=generator, device=weight.device, dtype=dtype)
-    wanted = invariant_gemm(x, weight, bias, tile=tile_of(MANY, dtype, weight.dtype))
+    wanted = invariant_gemm(x, weight, bias, tile=tile_of(MANY, len(weight), dtype, weight.dtype))
     return Products(
         alike(x, weight, bias, Products(few=True), wanted, counts),
         library and alike(x, weight, bias, Products(library=True), wanted, counts),

@@ -1,13 +1,12 @@
-"""Joins kernels of a compiled decoder layer in steps of few rows, and in all steps of invariant numerics.
+"""Joins kernels of a compiled decoder layer.
 
     r + skinny_gemm(x, w)                          ->  skinny_gemm(x, w, residual=r), where nothing else reads it
     r + invariant_linear(x, w)                     ->  likewise
     attend(rotate(norm(q)), rotate(norm(k)), v)    ->  attend_qk_norm_rope(q, k, v, ...)    with norms or without
 
-Gain: a captured step of few rows spends a microsecond or three on every kernel, however little it does
+Gain: a captured step spends a microsecond or three on every kernel, however little it does
 (`engine.kernels.qk_norm_rope` has figures). Invariant norms are kernels of their own, which the compiler cannot join
-with a rotation. Switches: `engine.compile`, with `engine.skinny_gemm` or `engine.numerics: invariant`; a graph without
-a product of either is left as it is.
+with a rotation. Switches: `engine.compile`, and for products `engine.skinny_gemm` or `engine.numerics: invariant`.
 
 Patterns are found in the graph that torch's compiler makes of a layer's own code, before it lowers anything, by what
 nodes compute and not by the names of modules: a method call or an operator is one node, and has an example of its
@@ -26,6 +25,7 @@ from torch import fx
 import engine.attention.qk_norm_rope_op  # these register the ops
 import engine.model.invariant.layers
 import engine.model.optimize.skinny_linear  # noqa: F401
+from gpu_sampler.backend import runs_kernels
 
 # How many arguments a product has by itself.
 FIELDS: Final[dict[Any, int]] = {torch.ops.assay.skinny_gemm: 4, torch.ops.assay.invariant_linear: 6}
@@ -220,9 +220,7 @@ def join_kernels(graph: fx.Graph) -> int:
     """
     ops = torch.ops.assay
     nodes = list(graph.nodes)
-    targets = {node.target for node in nodes}
-    if not targets & {ops.skinny_gemm, ops.invariant_linear}:
-        return 0
+    skinny = any(node.target is ops.skinny_gemm for node in nodes)
     fixed = written(graph)
     joined = 0
     for node in nodes:
@@ -233,8 +231,9 @@ def join_kernels(graph: fx.Graph) -> int:
                 graph.erase_node(product)
                 joined += 1
         heads = _rotations(node) if node.target is ops.attend else None
-        if heads is not None and ops.invariant_linear in targets and not _has_kernel(heads[0]):
-            heads = None  # torch's mean of a head may depend on the number of tokens
+        # Many rows gain by a kernel alone, and torch's mean of a head may depend on their number.
+        if heads is not None and not skinny and not _has_kernel(heads[:3], node.args[3]):
+            heads = None
         if heads is not None and not set(map(storage, heads[:5])) & fixed:
             _replace(graph, node, ops.attend_qk_norm_rope, (*heads, *node.args[3:]))
             joined += 1
@@ -243,12 +242,15 @@ def join_kernels(graph: fx.Graph) -> int:
     return joined
 
 
-def _has_kernel(heads: fx.Node) -> bool:
-    """Returns whether heads [1, T, H, D] are of a form that `engine.kernels.qk_norm_rope` computes."""
+def _has_kernel(heads: Sequence[fx.Node], keys: fx.Node) -> bool:
+    """Returns whether `engine.kernels.qk_norm_rope` computes heads [1, T, H or G, D], and stores them among `keys`."""
+    found = [value(one) for one in (*heads, keys)]
+    if found[0] is None or not runs_kernels(found[0].device):
+        return False
     from engine.kernels.qk_norm_rope import DIMS, HALVES  # Triton is no part of a CPU's installation
 
-    found = value(heads)
-    return found is not None and found.dtype in HALVES and found.shape[-1] in DIMS
+    forms = {None if one is None else (one.dtype, one.shape[-1]) for one in found}
+    return len(forms) == 1 and found[0].dtype in HALVES and found[0].shape[-1] in DIMS
 
 
 def _replace(graph: fx.Graph, node: fx.Node, op: Any, args: tuple[Any, ...]) -> None:

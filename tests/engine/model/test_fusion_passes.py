@@ -1,5 +1,5 @@
-"""Compiled layers of few rows: sums become parts of products, rotations parts of attention; what is of another form
-stays as it is."""
+"""Compiled layers: sums become parts of products where rows are few, rotations parts of attention; what is of another
+form stays as it is."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -387,3 +387,20 @@ def test_rotations(form: str, made: list[fx.Graph]) -> None:
         torch.testing.assert_close(found.float(), wanted.float(), rtol=BF16, atol=BF16)
     nodes = [node for graph in made for node in _rotating(graph)]
     assert [node.args[5] is not None for node in nodes] == ([] if normed is None else [normed])
+
+
+@pytest.mark.parametrize(
+    ("kernels", "stored", "joined"), [(True, WIDTH, True), (False, WIDTH, False), (True, 64, False)]
+)
+def test_rotations_of_many_rows_are_joined_where_a_kernel_computes_them(
+    made: list[fx.Graph], monkeypatch: pytest.MonkeyPatch, kernels: bool, stored: int, joined: bool
+) -> None:
+    monkeypatch.setattr(fusion_passes, "runs_kernels", lambda device: kernels)
+    module = Attending(normed=True)
+    module.keys, module.values = (nn.Buffer(torch.zeros((9, 1, 1, stored))) for _ in range(2))
+    module.to(torch.bfloat16).requires_grad_(False)
+    x, cos, sin = (torch.zeros((1, 40, WIDTH), dtype=torch.bfloat16) for _ in range(3))
+    config: Any = torch._dynamo.config
+    with config.patch(specialize_float=True), forward_context(_Noting()):
+        torch.compile(module, fullgraph=True, dynamic=True, backend=FusionBackend("aot_eager"))(x, cos, sin)
+    assert [len(_rotating(graph)) for graph in made] == [int(joined)]

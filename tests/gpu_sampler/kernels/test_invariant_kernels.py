@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attention import invariant_backend
+from engine.attention.invariant_backend import InvariantAttention, narrow_tiles_sum_alike
+from engine.attention.plans import AttentionParams
 from engine.kernels import invariant_attention as attention_kernel
 from engine.kernels.invariant_attention import (
     BLOCK,
+    NARROW,
+    WIDE,
     Heads,
+    TileForm,
     Tiles,
     invariant_attention,
     part_of,
@@ -80,6 +86,16 @@ def test_a_residual_is_added_to_the_rounded_product(dtype: torch.dtype, device: 
     assert torch.equal(invariant_gemm(x[:, 2:5], weight, None, residual[:, 2:5]), found[:, 2:5])
     with pytest.raises(ValueError, match="expected the result's form"):
         invariant_gemm(x, weight, None, residual[:1])
+
+
+def test_a_product_goes_where_it_is_wanted(device: str) -> None:
+    x, weight = normal((3, 70), 5, torch.float32, device), normal((33, 70), 6, torch.bfloat16, device)
+    out = torch.zeros((4, 33), device=device)
+    invariant_gemm(x, weight, out=out[:3])
+    assert torch.equal(out[:3], invariant_gemm(x, weight)) and not out[3].any()
+    for wrong in (out, out[:, :3], torch.zeros((3, 33), dtype=torch.int32, device=device)):
+        with pytest.raises(ValueError, match="expected contiguous floats"):
+            invariant_gemm(x, weight, out=wrong)
 
 
 def test_three_terms_of_bf16_are_the_whole_of_a_float32_number(device: str) -> None:
@@ -164,13 +180,15 @@ def case(dtype: torch.dtype, device: str, heads: int = 6, kv_heads: int = 2, dim
     return Case(normal((sum(new), heads, dim), 12, dtype, device), keys, values, indices, lengths, new)
 
 
-def attend(given: Case, sequences: list[tuple[int, int, int]], heads: Heads, programs: int = 1) -> torch.Tensor:
+def attend(
+    given: Case, sequences: list[tuple[int, int, int]], heads: Heads, programs: int = 1, form: TileForm = WIDE
+) -> torch.Tensor:
     q = torch.cat([given.rows(*one) for one in sequences])
     parts = -(-max(length for _, length, _ in sequences) // PART)
     tiles, pool = given.tiles(sequences), (given.keys, given.values)
     if all(new == 1 for _, _, new in sequences):
         tiles = tiles._replace(sequence=None, first=None, qo_indptr=None)
-    return invariant_attention(q, *pool, tiles, heads, part=PART, parts=parts, programs=programs)[0]
+    return invariant_attention(q, *pool, tiles, heads, part=PART, parts=parts, programs=programs, form=form)[0]
 
 
 LAYERS = (Heads(0.3), Heads(0.3, window=70), Heads(0.3, softcap=5.0), Heads(0.3, 5.0, 3))
@@ -183,6 +201,8 @@ def test_attention_is_that_of_the_reference(heads: Heads, dtype: torch.dtype, de
     sequences = [(s, given.lengths[s], given.new[s]) for s in range(3)]
     found = attend(given, sequences, heads)
     assert torch.equal(attend(given, sequences, heads, programs=2), found)
+    last = attend(given, [(s, length, 1) for s, length, _ in sequences], heads, form=NARROW)
+    torch.testing.assert_close(last, found[np.cumsum(given.new) - 1], rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
     row = 0
     for s, length, new in sequences:
         own = given.indices[sum(given.lengths[:s]) :][:length]
@@ -222,6 +242,35 @@ def test_parts_that_follow_the_length_are_found(device: str, monkeypatch: pytest
     assert not torch.equal(alone, whole[-1:])
 
 
+@pytest.mark.parametrize("off", [0.0, 2.0**-8])
+def test_many_single_tokens_have_narrow_tiles_where_these_have_the_same_bits(
+    off: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault: narrow tiles round in another way."""
+    forms: list[TileForm] = []
+    given = case(torch.bfloat16, device)
+    heads, kv_heads, dim = given.q.shape[1], given.keys.shape[2], given.q.shape[2]
+
+    def noting(*args: Any, form: TileForm, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        forms.append(form)
+        wide, lse = invariant_attention(*args, **more)
+        return wide + off * (form is NARROW), lse
+
+    monkeypatch.setattr(invariant_backend, "invariant_attention", noting)
+    monkeypatch.setattr(invariant_backend, "CROWDED", 3 * kv_heads)
+    backend = InvariantAttention(torch.device(device), 500)
+    params = AttentionParams(heads, kv_heads, dim, -1, 0.0, 0.3)
+    tiles = given.tiles([(s, given.lengths[s], 1) for s in range(3)])
+    single = tiles._replace(sequence=None, first=None, qo_indptr=None)
+    q, out = given.q[:3], torch.empty_like(given.q[:3])
+    for _ in range(2):
+        backend.run(params, single, 300, q, (given.keys, given.values), out)
+    backend.run(params, single._replace(kv_indptr=tiles.kv_indptr[:3]), 300, q[:2], (given.keys, given.values), out[:2])
+    backend.run(params, tiles, 300, q, (given.keys, given.values), out)
+    crowded = WIDE if off else NARROW
+    assert forms == [WIDE, NARROW, crowded, crowded, WIDE, WIDE]
+
+
 def test_parts_are_whole_blocks_and_few() -> None:
     for longest in (1, 512, 16_384, 16_385, 40_960, 131_072):
         part = part_of(longest)
@@ -238,11 +287,11 @@ def test_parts_are_whole_blocks_and_few() -> None:
 )
 def test_served_products_are_exact_and_keep_their_bits(columns: int, width: int, dtype: torch.dtype) -> None:
     x, weight = normal((300, width), 0, dtype, "cuda"), normal((columns, width), 1, dtype, "cuda") / width**0.5
-    whole = invariant_gemm(x, weight, tile=TILES[MANY])
+    whole = invariant_gemm(x, weight, tile=TILES[MANY, MANY])
     wanted = (x.double() @ weight.double().T).cpu().numpy()
     np.testing.assert_allclose(whole.double().cpu(), wanted, rtol=2.0**-7, atol=2.0**-7)
     for rows in (1, 2, 16, 32, 63, 64, 65, 129, 256, 300):
-        for tile in (None, *(tile for most, tile in TILES.items() if rows <= most)):
+        for tile in (None, *(tile for (most, _), tile in TILES.items() if rows <= most)):
             assert torch.equal(invariant_gemm(x[:rows], weight, tile=tile), whole[:rows])
             assert torch.equal(invariant_gemm(x[300 - rows :], weight, tile=tile), whole[300 - rows :])
 
@@ -251,7 +300,7 @@ def test_served_products_are_exact_and_keep_their_bits(columns: int, width: int,
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_served_heads_of_float32_rows_are_exact_and_keep_their_bits(dtype: torch.dtype) -> None:
     x, weight = normal((300, 1024), 0, torch.float32, "cuda"), normal((20_000, 1024), 1, dtype, "cuda") / 32
-    whole = invariant_gemm(x, weight, tile=EXACT_TILES[MANY] if dtype == torch.bfloat16 else None)
+    whole = invariant_gemm(x, weight, tile=EXACT_TILES[MANY, MANY] if dtype == torch.bfloat16 else None)
     wanted = (x.double() @ weight.double().T).cpu().numpy()
     np.testing.assert_allclose(whole.double().cpu(), wanted, rtol=1e-5, atol=1e-5)
     for rows in (1, 2, 16, 17, 33, 64, 65, 200):
@@ -270,3 +319,12 @@ def test_served_attention_keeps_its_bits(heads: int, kv_heads: int, dim: int, la
         for programs in (1, 2, 3):
             alone = attend(given, [(0, longest - new + last, 1)], layer, programs)
             assert torch.equal(alone, together[last - 1 : last])
+        assert torch.equal(attend(given, [(0, longest - new + last, 1)], layer, form=NARROW), together[last - 1 : last])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (6, 2, 80), (8, 8, 64)])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_warp_alone_sums_as_four_do(heads: int, kv_heads: int, dim: int, layer: Heads) -> None:
+    given = AttentionParams(heads, kv_heads, dim, layer.window, layer.softcap, layer.scale)
+    assert narrow_tiles_sum_alike(given, torch.bfloat16, layer, 384, torch.device("cuda"))
