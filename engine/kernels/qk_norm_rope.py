@@ -1,4 +1,4 @@
-"""Normalises and rotates the query and key heads of a few tokens and writes keys and values to the KV storage.
+"""Normalises and rotates query and key heads and writes keys and values to the KV storage.
 
     q, k:  x becomes g x / sqrt(mean(x^2) + eps), if there is a norm            RMSNorm, Zhang and Sennrich 2019
            its halves (a, b) become (a cos - b sin, b cos + a sin)              RoPE, Su et al. 2021
