@@ -179,9 +179,9 @@ def scored_rows(logits: torch.Tensor, labels: npt.NDArray[np.int64] | None) -> t
             labels, whose logits are given alone.
     """
     if labels is None:
-        found, flags = label_logprobs(logits, None, full=False)
-    else:  # a plain copy would wait for the step
-        found, flags = chosen_logprobs(logits, torch.from_numpy(labels).to(logits.device, non_blocking=True))
+        return label_logprobs(logits)
+    # A plain copy would wait for the step.
+    found, flags = chosen_logprobs(logits, torch.from_numpy(labels).to(logits.device, non_blocking=True))
     unsound = (flags != 0)[:, None]
     scores: torch.Tensor = found.masked_fill(unsound, torch.nan)
     return scores

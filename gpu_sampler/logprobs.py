@@ -127,23 +127,14 @@ def topk_logprobs(logits: Any, n: int) -> tuple[Any, Any]:
     return (ids, logprobs) if isinstance(logits, torch.Tensor) else (ids.numpy(), logprobs.numpy())
 
 
-def label_logprobs(logits: Any, labels: Any | None, full: bool) -> tuple[Any, Any]:
-    """Computes log-softmax at `labels`, f32 [R, L], over the whole vocabulary or (`full` false) the labels alone.
+def label_logprobs(logits_RL: torch.Tensor) -> torch.Tensor:
+    """Computes log-softmax over labels alone, f32 [R, L], from their logits.
 
-    The result is that of `chosen_logprobs`. NO_TOKEN where no label has a finite value. An id outside of [0, V) counts
-    as a label of -inf. Not `full`, `labels` None stands for all columns: logits [R, L] are the labels' own.
+    It is summed in float64 on the CPU and in float32 on a device, each row by itself. A row with NaN or +inf, or with
+    nothing but -inf, is NaN throughout.
     """
-    if full:
-        return chosen_logprobs(logits, labels)
-    z, flags = _clean(_tensor(logits))
-    if labels is None:
-        return _like(logits, _minus(z, _log_sums(z)), flags)
-    at = _tensor(labels).to(z.device, torch.int64)
-    outside = (at < 0) | (at >= z.shape[1])
-    columns = z[:, at.clamp(0, z.shape[1] - 1)].masked_fill(outside, -torch.inf)
-    nothing = (columns == -torch.inf).all(1)
-    flags = flags | (nothing * int(RowFlag.NO_TOKEN)).to(torch.int32)
-    return _like(logits, _minus(columns, _log_sums(columns)), flags)
+    wide = torch.float64 if logits_RL.device.type == "cpu" else torch.float32
+    return torch.log_softmax(logits_RL, 1, dtype=wide).float()
 
 
 def _by_kernels(logits: Any) -> bool:

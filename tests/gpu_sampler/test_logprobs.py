@@ -99,16 +99,23 @@ def test_top_n_is_the_head_of_the_total_order_and_padded(kind: str, n: int) -> N
         assert (np.asarray(values)[i, len(order) :] == -np.inf).all()
 
 
-@KIND
-def test_label_logprobs_over_the_vocabulary_or_over_the_labels_alone(kind: str) -> None:
-    z, labels = logits(), [9, 0, 110, 9]
-    exact = log_softmax(z)[:, labels]
-    over_all, _ = label_logprobs(KINDS[kind](z), np.array(labels), True)
-    np.testing.assert_allclose(np.asarray(over_all), exact, atol=2e-6)
-    alone, _ = label_logprobs(KINDS[kind](z), np.array(labels), False)
-    np.testing.assert_allclose(np.asarray(alone), log_softmax(z[:, labels]), atol=2e-6)
-    columns, _ = label_logprobs(KINDS[kind](z[:, labels].copy()), None, False)
-    np.testing.assert_array_equal(np.asarray(columns), np.asarray(alone))
+@pytest.mark.parametrize("labels", [1, 2, 9, 70, V])
+def test_label_logprobs_are_over_the_labels_alone_and_each_row_by_itself(labels: int) -> None:
+    z = logits(40)[:, :labels]
+    z[3, 0] = -np.inf if labels > 1 else 0
+    found = label_logprobs(torch.from_numpy(z))
+    np.testing.assert_allclose(found.numpy(), log_softmax(z), rtol=2e-7, atol=1e-7)
+    for some in (slice(7, 8), slice(5, 36)):
+        assert torch.equal(label_logprobs(torch.from_numpy(z[some])), found[some])
+    assert torch.equal(label_logprobs(torch.from_numpy(np.asfortranarray(z))), found)
+
+
+def test_unsound_labels_are_nan_throughout_and_leave_their_neighbours_bitwise_alone() -> None:
+    good, bad = (torch.from_numpy(logits(6)[:, :4].copy()) for _ in range(2))
+    bad[0, 3], bad[2, 1], bad[4] = torch.nan, torch.inf, -torch.inf
+    clean, found = label_logprobs(good), label_logprobs(bad)
+    assert found[[0, 2, 4]].isnan().all()
+    assert torch.equal(found[[1, 3, 5]], clean[[1, 3, 5]])
 
 
 @KIND
@@ -120,22 +127,13 @@ def test_flags_tell_of_bad_rows_and_leave_their_neighbours_bitwise_alone(kind: s
     bad[5] = np.nan
     ids = np.arange(V)
     clean, _ = chosen_logprobs(KINDS[kind](good), ids)
-    for found in (chosen_logprobs(KINDS[kind](bad), ids), label_logprobs(KINDS[kind](bad), ids, False)):
-        values, flags = map(np.asarray, found)
-        assert flags.dtype == np.int32
-        both = RowFlag.BAD_VALUE | RowFlag.NO_TOKEN
-        assert flags.tolist() == [RowFlag.BAD_VALUE, 0, RowFlag.BAD_VALUE, 0, RowFlag.NO_TOKEN, both]
-        assert not np.isnan(values).any() and values[0, 3] == values[2, 4] == -np.inf
-        assert (values[4:] == -np.inf).all()
-        assert values[[1, 3]].tobytes() == np.asarray(clean)[[1, 3]].tobytes()
-
-
-def test_labels_without_a_finite_value_are_flagged_though_the_row_has_one() -> None:
-    z = logits(2)
-    z[1, [3, 4]] = -np.inf
-    found, flags = label_logprobs(z, np.array([3, 4]), False)
-    assert flags.tolist() == [0, RowFlag.NO_TOKEN] and (found[1] == -np.inf).all()
-    assert label_logprobs(z, np.array([3, 4]), True)[1].tolist() == [0, 0]
+    values, flags = map(np.asarray, chosen_logprobs(KINDS[kind](bad), ids))
+    assert flags.dtype == np.int32
+    both = RowFlag.BAD_VALUE | RowFlag.NO_TOKEN
+    assert flags.tolist() == [RowFlag.BAD_VALUE, 0, RowFlag.BAD_VALUE, 0, RowFlag.NO_TOKEN, both]
+    assert not np.isnan(values).any() and values[0, 3] == values[2, 4] == -np.inf
+    assert (values[4:] == -np.inf).all()
+    assert values[[1, 3]].tobytes() == np.asarray(clean)[[1, 3]].tobytes()
 
 
 @pytest.mark.risk("S4")
@@ -148,10 +146,6 @@ def test_ids_in_no_vocabulary_read_nothing_and_give_minus_inf(kind: str, bad: in
     before, row = buffer.copy(), KINDS[kind](buffer)[2:3]
     ids = np.array([0, bad, V - 1])
     exact = log_softmax(buffer[2:3])[0]
-    for full in (True, False):
-        found = np.asarray(label_logprobs(row, ids, full)[0])[0]
-        assert found[1] == -np.inf
-        assert found[0] - found[2] == pytest.approx(exact[0] - exact[-1], abs=1e-5)
     chosen = np.asarray(chosen_logprobs(row, ids)[0])[0]
     assert chosen[1] == -np.inf
     np.testing.assert_allclose(chosen[[0, 2]], exact[[0, -1]], atol=2e-6)
@@ -194,7 +188,7 @@ def test_smallest_finite_logits_of_a_masking_model_report_minus_inf_or_less_than
 def test_no_rows_give_no_rows() -> None:
     none = np.empty((0, V), np.float32)
     assert chosen_logprobs(none, np.arange(3))[0].shape == (0, 3)
-    assert label_logprobs(none, np.arange(3), False)[0].shape == (0, 3)
+    assert label_logprobs(torch.from_numpy(none)).shape == (0, V)
     assert topk_logprobs(none, 4)[0].shape == (0, 4)
 
 
