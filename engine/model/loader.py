@@ -23,10 +23,8 @@ from engine.model.heads.info import HeadKind
 from engine.model.heads.make_head import make_head
 from engine.model.hf_model import HFModel, allocate_kv_storage
 from engine.model.interface import CausalLM
-from engine.model.model_folder import BUILTIN, find_folder
+from engine.model.model_folder import find_draft_folder, find_folder
 from gpu_sampler.startup_progress import StartupProgress, silent, timed
-
-BUILTIN_DRAFT = BUILTIN.parent / "draft"
 
 
 class UnsupportedDraft(ValueError):
@@ -108,7 +106,7 @@ def draft_progress(progress: StartupProgress) -> StartupProgress:
 def _checked_pair(model: ModelConfig, draft: ModelConfig) -> tuple[Path, Path, Any, Any, int]:
     """Finds and checks both models' configurations and tokenizers: (folder, draft's folder, configuration, draft's
     configuration, longest sequence)."""
-    folder, draft_folder = find_folder(model), _draft_folder(draft)
+    folder, draft_folder = find_folder(model), find_draft_folder(draft)
     config = read_config(folder, model.max_model_len, model.head)
     if (kind := find_kind(config).head) is not HeadKind.LM:
         raise UnsupportedDraft(
@@ -145,10 +143,6 @@ def _draft_model_config(model: ModelConfig, engine: EngineConfig) -> ModelConfig
         device=model.device,
         random_weights=model.random_weights,
     )
-
-
-def _draft_folder(draft: ModelConfig) -> Path:
-    return BUILTIN_DRAFT if str(draft.path) == "builtin" else find_folder(draft)
 
 
 def _check_configs(target: Any, draft: Any, length: int, model: ModelConfig) -> None:

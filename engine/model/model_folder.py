@@ -9,6 +9,7 @@ from engine.builtin import BUILTIN_FOLDERS
 from engine.config import ModelConfig
 
 BUILTIN = BUILTIN_FOLDERS["builtin"]
+BUILTIN_DRAFT = BUILTIN.parent / "draft"
 REVISION = re.compile(r"[0-9a-f]{40}")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 MAX_ERROR = 300  # characters of another library's message
@@ -46,6 +47,15 @@ def find_folder(model: ModelConfig) -> Path:
         raise ModelNotFound(
             f"`model.path` must be in the local cache at `model.revision`. Given: {model.path}, {model.revision}."
         ) from error
+
+
+def find_draft_folder(draft: ModelConfig) -> Path:
+    """Returns the folder of a draft model: `builtin` is the one that belongs to the built-in model.
+
+    Raises:
+        ModelNotFound: There is no such folder.
+    """
+    return BUILTIN_DRAFT if str(draft.path) == "builtin" else find_folder(draft)
 
 
 def read_json(file: Path) -> dict[str, Any]:

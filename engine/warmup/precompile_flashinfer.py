@@ -36,7 +36,7 @@ SLIDING: Final = "sliding_attention"  # in `layer_types` of transformers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 1 where a module did not compile, and 2 where no architecture is named, the model's
+    """Runs the command; returns 1 where a module did not compile, and 2 where no architecture is named, a model's
     config.json cannot be read, or FlashInfer is not installed."""
     given = _parser().parse_args(arguments)
     if not (os.environ.get(ARCHITECTURES) or torch.cuda.is_available()):
@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shapes = [ModuleShape(dtype, dim, given.window, given.softcap) for dtype, dim in pairs]
     else:
         try:
-            shapes = shapes_of(read_json(given.model / "config.json"), given.dtypes)
+            configs = [read_json(folder / "config.json") for folder in given.model]
+            shapes = list(dict.fromkeys(shape for config in configs for shape in shapes_of(config, given.dtypes)))
         except (OSError, BadCheckpoint) as error:
             print(error, file=sys.stderr)
             return 2
@@ -81,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m engine.warmup.precompile_flashinfer", description="Compiles FlashInfer's modules."
     )
-    parser.add_argument("--model", type=Path, help="a folder: head dims, windows and soft caps as its config.json says")
+    help_ = "folders: head dims, windows and soft caps as their config.json say"
+    parser.add_argument("--model", type=Path, nargs="+", help=help_)
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), help=f"by default the model's, else {DTYPE}")
     parser.add_argument("--head-dims", nargs="+", type=int, choices=HEAD_DIMS, default=[64, 128])
     parser.add_argument("--window", action="store_true", help="for models with sliding windows")

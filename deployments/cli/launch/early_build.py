@@ -1,4 +1,4 @@
-"""Compiles kernels that the first model of a service needs on this machine's GPU, while Ray starts.
+"""Compiles kernels that the first model of a service, and its draft, need on this machine's GPU, while Ray starts.
 
 On a GPU that has never served such a model, FlashInfer's attention modules and the sampler's kernels take longer than
 all else of a start. A replica compiles them too, once it has loaded the model, and waits for those that are on the way
@@ -18,8 +18,8 @@ from typing import Any, Final
 
 from deployments.cli.check.arguments import arguments_of
 from deployments.config.app_args import AppArgs
-from engine.config import ARCHITECTURES
-from engine.model.model_folder import BadCheckpoint, ModelNotFound, find_folder
+from engine.config import ARCHITECTURES, EngineConfig, ModelConfig
+from engine.model.model_folder import BadCheckpoint, ModelNotFound, find_draft_folder, find_folder
 from engine.utils.cpu import cores
 from engine.warmup.background_compile import KERNELS, MIN_CORES, RUN, arguments_for, environment
 from engine.warmup.foreseen import HALVES, foresee
@@ -90,11 +90,24 @@ def commands_of(args: AppArgs, architectures: Sequence[str]) -> list[list[str]]:
     # For other dtypes than halves, and for invariant numerics, something else computes attention.
     if model.dtype in ("auto", *HALVES) and engine.numerics == "fast" and (folder / "config.json").is_file():
         dtypes = () if model.dtype == "auto" else ("--dtypes", model.dtype)
-        commands.append([ATTENTION, "--model", str(folder), *dtypes])
+        folders = [str(folder), *_draft_folders(engine)]
+        commands.append([ATTENTION, "--model", *folders, *dtypes])
     found = foresee(folder, model.dtype) if model.head == "auto" else None
     if found is not None and engine.sampler.backend != "numpy":
         commands.append([KERNELS, *arguments_for(found, engine, architectures)])
     return commands
+
+
+def _draft_folders(engine: EngineConfig) -> list[str]:
+    """Returns the folder of the draft model; none without one, or where the check of the model reports why not."""
+    draft = engine.speculation
+    if draft.draft is None:
+        return []
+    try:
+        folder = find_draft_folder(ModelConfig(path=draft.draft, revision=draft.draft_revision))
+    except ModelNotFound:
+        return []
+    return [str(folder)] if (folder / "config.json").is_file() else []
 
 
 def _capability() -> str | None:

@@ -18,7 +18,8 @@ from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.metrics import EngineStats
 from engine.model.compatibility import UnsupportedModel
-from engine.model.loader import BUILTIN_DRAFT, UnsupportedDraft, load_models
+from engine.model.loader import UnsupportedDraft, load_models
+from engine.model.model_folder import BUILTIN_DRAFT
 from engine.model.model_folder import BUILTIN
 from engine.requests import GenerateChunk, GenerateRequest
 from engine.scheduler.request_state import RequestTable

@@ -187,6 +187,19 @@ def test_a_folder_names_what_is_compiled(
     assert set(told(capsys.readouterr().out)) == NAMES - {"pages"}
 
 
+def test_folders_name_what_is_compiled_once(
+    built: list[tuple[Any, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = []
+    for name, dim in (("target", 128), ("draft", 64), ("another", 128)):
+        (folder := tmp_path / name).mkdir()
+        (folder / "config.json").write_text(f'{{"head_dim": {dim}, "dtype": "bfloat16"}}')
+        folders.append(str(folder))
+    assert precompile_flashinfer.main(["--model", *folders]) == 0
+    names = told(capsys.readouterr().out)
+    assert sorted(names) == sorted(NAMES | {name.replace("128", "64") for name in NAMES})
+
+
 @pytest.mark.parametrize(("text", "words"), [(None, "No such file"), ("{", "must be JSON")])
 def test_a_folder_that_cannot_be_read_is_named(
     built: list[tuple[Any, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, words: str

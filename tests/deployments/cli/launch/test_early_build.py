@@ -14,6 +14,7 @@ import pytest
 from deployments.cli.launch import early_build, local_serve
 from deployments.cli.launch.early_build import ATTENTION, commands_for, compiling
 from engine.config import ARCHITECTURES
+from engine.model.model_folder import BUILTIN_DRAFT
 from engine.warmup.background_compile import KERNELS, RUN
 
 CPU = Path(__file__).parents[4] / "deployments" / "configs" / "cpu.yaml"
@@ -76,6 +77,19 @@ def test_what_the_model_needs_is_compiled_for_the_gpu(config: Config) -> None:
     found = compiled(config)
     assert found[ATTENTION][-2:] == ["--dtypes", "float16"]
     assert found[KERNELS][found[KERNELS].index("--dtype") + 1] == "float16"
+
+
+def test_modules_of_a_draft_model_are_compiled_too(config: Config, tmp_path: Path) -> None:
+    target, speculation = model_of(config)["path"], {"method": "draft_model", "draft": "builtin"}
+    config["applications"][0]["args"]["speculation"] = speculation
+    assert compiled(config)[ATTENTION] == ["--model", target, str(BUILTIN_DRAFT)]
+    own = tmp_path / "draft"
+    speculation["draft"] = str(own)
+    assert compiled(config)[ATTENTION] == ["--model", target], "the check of the model says why"
+    own.mkdir()
+    assert compiled(config)[ATTENTION] == ["--model", target]
+    (own / "config.json").write_text("{}")
+    assert compiled(config)[ATTENTION] == ["--model", target, str(own)]
 
 
 def test_architectures_that_the_operator_names_are_those_of_the_replicas_too(
