@@ -19,8 +19,7 @@ from engine.engine import Engine
 from engine.metrics import EngineStats
 from engine.model.compatibility import UnsupportedModel
 from engine.model.loader import UnsupportedDraft, load_models
-from engine.model.model_folder import BUILTIN_DRAFT
-from engine.model.model_folder import BUILTIN
+from engine.model.model_folder import BUILTIN, BUILTIN_DRAFT
 from engine.requests import GenerateChunk, GenerateRequest
 from engine.scheduler.request_state import RequestTable
 from engine.spec_decode.draft_state import DraftState
