@@ -496,7 +496,8 @@ class RequestTable:
     """Maps request slots to running sequences.
 
     Columns are numpy arrays on the host. `token_table` is on the model's device and is written in stream order, so that
-    a decode step can read tokens that the host has not seen yet.
+    a decode step can read tokens that the host has not seen yet: a sequence's last one, and drafts behind it. Steps
+    bring the tokens of prompts with them.
     """
 
     def __init__(
@@ -541,7 +542,8 @@ class RequestTable:
         return len(self.sequences) - 1 - len(self._free)
 
     def admit(self, sequence: SequenceState, tokens: Int32s, limit: int) -> int:
-        """Gives a sequence a slot and writes its tokens to both tables. The caller has seen that a slot is free.
+        """Gives a sequence a slot and writes its tokens, and on the device the last of one that goes on. The caller has
+        seen that a slot is free.
 
         Args:
             sequence: the sequence.
@@ -555,7 +557,8 @@ class RequestTable:
         n = len(tokens)
         self.sequences[slot] = sequence
         self.tokens[slot, :n] = tokens
-        self.token_table[slot, :n].copy_(torch.from_numpy(np.ascontiguousarray(tokens, np.int32)), non_blocking=True)
+        if len(sequence.output):
+            self.token_table[slot, n - 1] = int(tokens[n - 1])
         self.length[slot] = self.known[slot] = n
         self.capacity[slot] = 0
         self.limit[slot] = limit

@@ -44,6 +44,11 @@ class SlotFlag(IntFlag):
     HAS_BAD_WORDS = 64  # with more than one token
 
 
+# Each operation on an enum's members takes a microsecond, and a request some ten.
+_GREEDY, _EXPLICIT_SEED = int(SlotFlag.GREEDY), int(SlotFlag.EXPLICIT_SEED)
+_COUNTS, _HAS_BAD_WORDS = int(SlotFlag.COUNTS), int(SlotFlag.HAS_BAD_WORDS)
+
+
 class OverlayFull(Exception):
     """Reports that the overlay has no room for a request now: it waits until others leave."""
 
@@ -99,7 +104,7 @@ class SamplingState(SlotTable):
         super().__init__(num_slots)
         self.num_slots, self.vocab_size, self.mask_rows = num_slots, vocab_size, mask_rows
         self.limits = limits or SamplingLimits()
-        self.flags[:] = int(SlotFlag.GREEDY)
+        self.flags[:] = _GREEDY
         self.entry_ids = np.full(overlay_entries, INVALID_TOKEN, np.int32)  # and lists of ids, after a slot's entries
         self.entry_counts = np.zeros(overlay_entries, np.int32)
         self.entry_bias = np.zeros(overlay_entries, np.float32)
@@ -139,7 +144,7 @@ class SamplingState(SlotTable):
         self._check_slot(slot)
         params.validate(self.vocab_size, self.limits)
         output = known(output_ids, self.vocab_size)
-        requested = request_overlay(params, known(prompt_ids, self.vocab_size), len(output), self.vocab_size)
+        requested = request_overlay(params, prompt_ids, len(output), self.vocab_size)
         extent = self._reserve(requested)
         self.release(slot)
         self._extents[slot] = extent
@@ -165,7 +170,7 @@ class SamplingState(SlotTable):
         for name in changes:
             getattr(self, name)[slot] = self._stored(name, params)
         if "temperature" in changes:
-            greedy = np.uint32(SlotFlag.GREEDY)
+            greedy = np.uint32(_GREEDY)
             self.flags[slot] = self.flags[slot] & ~greedy | (greedy if params.temperature == 0 else np.uint32(0))
         if "min_p" in changes:
             self.log_min_p[slot] = _log(params.min_p)
@@ -194,7 +199,7 @@ class SamplingState(SlotTable):
             self._free_masks.append(int(self.mask_row[slot]))
         self.mask_row[slot] = -1
         self.overlay_len[slot] = self.overlay_cap[slot] = self.n_stops[slot] = self.n_words[slot] = 0
-        self.flags[slot] = int(SlotFlag.GREEDY)
+        self.flags[slot] = _GREEDY
         self.temperature[slot] = 0
         for by_slot in (self.masks, self.stop_ids, self.bad_words):
             by_slot.pop(slot, None)
@@ -256,10 +261,9 @@ class SamplingState(SlotTable):
         self.repetition[slot] = max(params.repetition_penalty, _SMALLEST)
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot], self.min_tokens[slot] = params.presence_penalty, params.min_tokens
-        flags = SlotFlag.GREEDY if params.temperature == 0 else SlotFlag(0)
-        flags |= SlotFlag.EXPLICIT_SEED if params.seed is not None else SlotFlag(0)
-        flags |= SlotFlag.COUNTS if counts(params) else SlotFlag(0)
-        self.flags[slot] = int(flags)
+        flags = _GREEDY if params.temperature == 0 else 0
+        flags |= _EXPLICIT_SEED if params.seed is not None else 0
+        self.flags[slot] = flags | (_COUNTS if counts(params) else 0)
 
     def _set_outputs(self, slot: int, params: SamplingParams) -> None:
         chosen = params.logprob_token_ids or ()
@@ -288,7 +292,7 @@ class SamplingState(SlotTable):
             self.stop_ids[slot] = requested.stop_ids
         if requested.bad_words:
             self.bad_words[slot] = requested.bad_words
-            self.flags[slot] |= int(SlotFlag.HAS_BAD_WORDS)
+            self.flags[slot] |= _HAS_BAD_WORDS
 
     def _set_mask(self, slot: int, requested: RequestOverlay) -> None:
         if requested.mask is None:
@@ -300,12 +304,13 @@ class SamplingState(SlotTable):
     def _replay(self, slot: int, output: Ids) -> None:
         """Sets counts and last tokens as drawing `output` one by one would have left them."""
         self.last_tokens[slot] = INVALID_TOKEN
-        if not self.flags[slot] & (SlotFlag.COUNTS | SlotFlag.HAS_BAD_WORDS):
+        flags = int(self.flags[slot])
+        if not flags & (_COUNTS | _HAS_BAD_WORDS):
             return
         kept = output[-MAX_BAD_WORD_TOKENS:]
         if len(kept):
             self.last_tokens[slot, -len(kept) :] = kept
-        if self.flags[slot] & SlotFlag.COUNTS and len(output):
+        if flags & _COUNTS and len(output):
             tokens, firsts, times = np.unique(output, return_index=True, return_counts=True)
             for index in np.argsort(firsts):  # new entries in the order in which they came
                 self.count(slot, int(tokens[index]), int(times[index]))

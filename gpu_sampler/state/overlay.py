@@ -103,18 +103,20 @@ class RequestOverlay(NamedTuple):
         return self.cap + len(self.stop_ids) + BAD_WORD_WORDS * len(self.bad_words)
 
 
-def request_overlay(params: SamplingParams, prompt: Ids, emitted: int, vocab_size: int) -> RequestOverlay:
+def request_overlay(
+    params: SamplingParams, prompt: Sequence[int] | Ids, emitted: int, vocab_size: int
+) -> RequestOverlay:
     """Returns the overlay of a request.
 
     Args:
         params: its parameters.
-        prompt: i32 ids as `known` leaves them.
+        prompt: token ids, which a repetition penalty counts.
         emitted: tokens drawn already.
         vocab_size: V.
     """
     biased: dict[int, float] = dict(params.logit_bias)
     biased.update((word[0], -np.inf) for word in params.bad_words_ids if len(word) == 1)
-    seen = np.unique(prompt) if params.repetition_penalty != 1 else _NO_IDS
+    seen = np.unique(known(prompt, vocab_size)) if params.repetition_penalty != 1 else _NO_IDS
     ids, in_prompt, bias = _entries(biased, seen) if biased or len(seen) else (_NO_IDS, _NO_FLAGS, _NO_BIAS)
     counted = max(params.max_tokens, emitted) if counts(params) else 0
     return RequestOverlay(
@@ -139,6 +141,8 @@ def _entries(biased: dict[int, float], seen: Ids) -> tuple[Ids, npt.NDArray[np.b
 
 def known(ids: Sequence[int] | Ids, vocab_size: int) -> Ids:
     """Returns the ids that have a logit, as i32: no other can be drawn or penalised. The engine refuses others."""
+    if not len(ids):
+        return _NO_IDS
     array = np.asarray(ids, np.int64).reshape(-1)
     return array[(array >= 0) & (array < vocab_size)].astype(np.int32)
 

@@ -22,9 +22,19 @@ def test_slot_zero_is_never_given_and_a_slot_comes_back(generate_job: Callable[.
     slots = [table.admit(request, request.tokens(), 9) for request in rows]
     assert sorted(slots) == [1, 2, 3]
     assert (table.free, table.live) == (0, 3)
-    assert table.token_table[rows[1].slot, :3].tolist() == [1, 7, 8]
+    assert table.tokens[rows[1].slot, :3].tolist() == [1, 7, 8]
     table.release(rows[1])
     assert (table.free, table.live) == (1, 2)
+
+
+def test_the_device_gets_the_last_token_of_a_sequence_that_goes_on(
+    generate_job: Callable[..., GenerateRequest],
+) -> None:
+    table = RequestTable(2, 16, 50, torch.device("cpu"))
+    resumed = row(generate_job([5, 7, 8]))
+    resumed.output = np.array([9, 6], np.int32)
+    slot = table.admit(resumed, resumed.tokens(), 9)
+    assert table.tokens[slot, :5].tolist() == [5, 7, 8, 9, 6] and int(table.token_table[slot, 4]) == 6
 
 
 def test_stop_ids_are_a_rows_own_and_leave_with_it(generate_job: Callable[..., GenerateRequest]) -> None:
