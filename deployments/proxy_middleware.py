@@ -10,7 +10,6 @@ Serve's proxy imports this module, so it imports little else of ours.
 """
 
 import asyncio
-import base64
 import math
 import os
 import re
@@ -34,6 +33,7 @@ SCOPE_TELL = "assay.tell"
 BEGUN = "assay.begun"
 REQUEST_ID, CLIENT_ID = b"x-request-id", b"x-client-request-id"
 IDS, ID_CHARS = 64, 26  # ids that are drawn together, and the characters of each
+BASE32 = b"abcdefghijklmnopqrstuvwxyz234567" * 8  # of each random byte
 MAX_CLIENT_ID = 512  # characters, as for OpenAI's header of this name
 MAX_ASCII_BYTES = 512
 _CLIENT_ID = re.compile(rb"[!-~]{1,%d}" % MAX_CLIENT_ID)
@@ -69,7 +69,7 @@ def new_id(prefix: str) -> str:
     try:
         return prefix + _ids.pop()
     except IndexError:
-        text = base64.b32encode(secrets.token_bytes(IDS * ID_CHARS * 5 // 8)).decode("ascii").lower()
+        text = secrets.token_bytes(IDS * ID_CHARS).translate(BASE32).decode("ascii")
         _ids.extend(text[at : at + ID_CHARS] for at in range(0, len(text), ID_CHARS))
         return new_id(prefix)
 
