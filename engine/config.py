@@ -16,6 +16,7 @@ MAX_RUNNING_BOUND = 1024
 ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"  # names GPUs to compile for; part of the name of FlashInfer's folder
 MAX_NGRAM = 8
 MIN_PREFILL_GRAPH_TOKENS, MAX_PREFILL_GRAPH_TOKENS = 32, 8192
+MIN_COMPARED_SLOTS = 16  # hold the sequences that a start-up with `numerics: invariant` compares
 
 
 class Range(NamedTuple):
@@ -215,7 +216,8 @@ class EngineOptions:
     max_running: Annotated[int, Range(1, MAX_RUNNING_BOUND)] = 256
     """Sequences that generate at the same time."""
     kv_slots: Annotated[int | None, Range(2)] = None
-    """Size of the KV cache in tokens; one slot is padding. None: from the free memory."""
+    """Size of the KV cache in tokens; one slot is padding. None: from the free memory. With `numerics: invariant` at
+    least 16."""
     kv_memory_fraction: Annotated[float, Range(0, 1, open_low=True, open_high=True)] = 0.85
     """Part of the device's memory that weights, activations and the KV cache may take together. GPU only."""
     token_budget: Annotated[int, Range(2, 1 << 20)] = 16_384
@@ -278,6 +280,11 @@ class EngineOptions:
         if 0 < (tokens := self.prefill_graph_tokens) < MIN_PREFILL_GRAPH_TOKENS:
             raise ValueError(
                 f"`engine.prefill_graph_tokens` must be 0 or >= {MIN_PREFILL_GRAPH_TOKENS}. Given: {tokens}."
+            )
+        if self.numerics == "invariant" and self.kv_slots is not None and self.kv_slots < MIN_COMPARED_SLOTS:
+            raise ValueError(
+                f"`engine.kv_slots` must be >= {MIN_COMPARED_SLOTS} with `numerics: invariant`, whose sequences are "
+                f"compared at start-up. Given: {self.kv_slots}."
             )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from engine.attention import invariant_backend
 from engine.batch.input_batch import ScheduledSequence, StepKind
-from engine.config import EngineConfig, SpeculationConfig
+from engine.config import MIN_COMPARED_SLOTS, EngineConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.model import hf_model
 from engine.model.compatibility import UnsupportedModel
@@ -251,6 +251,13 @@ def test_captured_steps_of_other_bits_are_refused(kind: str, monkeypatch: pytest
     monkeypatch.setattr(made, "_run", other)
     with pytest.raises(UnsupportedModel, match="change the bits of its rows"):
         as_served()._compare_bits()
+
+
+def test_the_smallest_storage_holds_what_a_start_compares() -> None:
+    HFModel(module_of(), replace(CONFIG, kv_slots=MIN_COMPARED_SLOTS))._compare_bits()
+    with pytest.raises(ValueError, match=r"`engine.kv_slots` must be >= 16 with `numerics: invariant`.*Given: 15"):
+        replace(CONFIG, kv_slots=MIN_COMPARED_SLOTS - 1)
+    assert EngineConfig(kv_slots=2).kv_slots == 2
 
 
 @pytest.mark.parametrize("wrong", [(), ("few",), ("library",), ("few", "library")])
