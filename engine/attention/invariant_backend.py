@@ -71,7 +71,7 @@ class InvariantAttention:
     def graph_bounds(self, layers: Iterable[AttentionParams], rows: int, longest: int) -> tuple[int, ...]:
         """Returns the bounds of captured steps; see `CapturableBackend`. Contexts of one part need no programs that
         wait for each other, where rows are so few that others have several."""
-        several = any(self._programs(rows, params) > 1 for params in layers)
+        several = any(self._programs(params, rows, rows, longest) > 1 for params in layers)
         return (self.part, longest) if several and longest > self.part else (longest,)
 
     def graph_decoder(self, params: AttentionParams, buffers: GraphBuffers, rows: int, longest: int) -> GraphDecoder:
@@ -92,10 +92,13 @@ class InvariantAttention:
         """Returns nothing: a graph names the buffers alone."""
         return None
 
-    @staticmethod
-    def _programs(tiles: int, params: AttentionParams) -> int:
-        """Returns how many programs share a context in a step of so many tiles."""
-        return max(1, BUSY // max(1, tiles * params.kv_heads))
+    def _parts(self, longest: int) -> int:
+        return -(-longest // self.part)
+
+    def _programs(self, params: AttentionParams, tokens: int, tiles: int, longest: int) -> int:
+        """Returns how many programs share a context: one where their partial sums would be too large."""
+        sums = 4 * self._parts(longest) * tokens * params.heads * params.dim
+        return max(1, BUSY // max(1, tiles * params.kv_heads)) if sums <= MAX_PARTS_BYTES else 1
 
     def run(
         self, params: AttentionParams, tiles: Tiles, longest: int, q: torch.Tensor, cache: Any, out: torch.Tensor
@@ -106,10 +109,8 @@ class InvariantAttention:
             params.softcap if params.softcap != NO_SOFTCAP else 0.0,
             params.window if params.window != NO_WINDOW else 0,
         )
-        parts = -(-longest // self.part)
-        fits = 4 * parts * q.numel() <= MAX_PARTS_BYTES
         count = len(q) if tiles.first is None else len(tiles.first)
-        programs = self._programs(count, params) if fits else 1
+        parts, programs = self._parts(longest), self._programs(params, len(q), count, longest)
         crowded = tiles.first is None and count * params.kv_heads >= CROWDED
         form = NARROW if crowded and self._sums_alike(params, q.dtype, heads) else WIDE
         keys, values = cache

@@ -271,6 +271,17 @@ def test_many_single_tokens_have_narrow_tiles_where_these_have_the_same_bits(
     assert forms == [WIDE, NARROW, crowded, crowded, WIDE, WIDE]
 
 
+def test_short_contexts_have_a_captured_step_of_their_own_where_longer_ones_are_shared(device: str) -> None:
+    backend = InvariantAttention(torch.device(device), 40_960)
+    params = AttentionParams(16, 8, 128, -1, 0.0, 0.3)
+    both = backend.part, 40_960
+    assert [backend.graph_bounds([params], rows, 40_960) for rows in (2, 32)] == [both, both]
+    assert backend.graph_bounds([params], 64, 40_960) == (40_960,)
+    assert backend.graph_bounds([params], 2, backend.part) == (backend.part,)
+    large = params._replace(heads=64)  # 112 MB of partial sums
+    assert backend.graph_bounds([large], 32, 40_960) == (40_960,)
+
+
 def test_parts_are_whole_blocks_and_few() -> None:
     for longest in (1, 512, 16_384, 16_385, 40_960, 131_072):
         part = part_of(longest)
