@@ -55,6 +55,7 @@ class Fleet:
         self.sent_epochs: list[int] = []
         self.drained: set[str] = set()
         self.tasks: list[asyncio.Task[None]] = []
+        self.computing = 0
         self.loads.publish(servers)
         self.board = HealthMonitor(canaries_passed_by(servers), args.health, self.metrics)
         nothing: Any = None
@@ -126,12 +127,16 @@ class Fleet:
 
     async def answer(self, name: str, task: Any) -> object:
         server = self.servers[name]
-        match task:
-            case tuple():
-                return await server.generate(task)
-            case ScoreRequest():
-                return await server.score(task)
-        return await server.likelihood(task)
+        self.computing += 1
+        try:
+            match task:
+                case tuple():
+                    return await server.generate(task)
+                case ScoreRequest():
+                    return await server.score(task)
+            return await server.likelihood(task)
+        finally:
+            self.computing -= 1
 
     async def _plain(self, name: str, task: Any, cut: Cut) -> object:
         reply = await self.answer(name, task)
@@ -187,7 +192,11 @@ class _Cut:
     async def _one(self, call: Any) -> Any:
         cut = self._fleet._cut()
         reply = await self._fleet.answer(self._name, call)
-        return await self._end(cut) if cut.how in ERRORS else reply
+        if cut.how not in ERRORS:
+            return reply
+        while self._fleet.computing:  # or this end would be that of another call, too
+            await asyncio.sleep(0.001)
+        return await self._end(cut)
 
     async def _end(self, cut: Cut) -> Failure | None:
         """Does what the cut says, and does not return unless it is a refusal."""
