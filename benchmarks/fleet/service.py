@@ -18,6 +18,7 @@ from benchmarks.fleet.client import APP, REPLICA
 from deployments.cli.launch import local_serve
 from deployments.cli.launch.listening_ports import descendants, listeners
 from deployments.config.sections import HealthArgs
+from deployments.standby.pool import StandbyPool, wanted
 
 INGRESS = "Ingress"
 DIRECT = range(30_000, 31_001)  # where ingresses listen themselves, in fast mode
@@ -75,6 +76,7 @@ class Fleet:
     count: int = 0
     gcs: str = ""
     urls: tuple[str, ...] = field(default=())
+    standby: StandbyPool | None = None  # as `assay serve` keeps one
 
     @classmethod
     @contextlib.contextmanager
@@ -86,19 +88,22 @@ class Fleet:
         fleet = cls(args=args, gpus=gpus, ingresses=ingresses, port=port, fast=fast, direct=direct)
         # Where memory grows as it is used, Ray would take the machine for full and kill its replicas.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-        with local_serve.LocalService(config={}, name="fleet", fast=fast).prepared():
+        config = {"applications": [{"args": args}]}
+        service = local_serve.LocalService(config=config, name="fleet", fast=fast)
+        with service.prepared() as folder, contextlib.ExitStack() as ending:
+            path = os.pathsep.join((os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])))
+            os.environ["PYTHONPATH"] = path
+            fleet.standby = StandbyPool(folder, wanted(config))
+            ending.callback(fleet.standby.stop)
+            os.environ.update(fleet.standby.variables)
             import ray
             from ray import serve
 
-            path = os.pathsep.join((os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])))
-            os.environ["PYTHONPATH"] = path
-            try:
-                _start_ray(gpus)
-                fleet.gcs = ray.get_runtime_context().gcs_address
-                serve.start(proxy_location="HeadOnly", http_options={"host": local_serve.LOOPBACK, "port": port})
-                yield fleet
-            finally:
-                ray.shutdown()
+            ending.callback(ray.shutdown)
+            _start_ray(gpus)
+            fleet.gcs = ray.get_runtime_context().gcs_address
+            serve.start(proxy_location="HeadOnly", http_options={"host": local_serve.LOOPBACK, "port": port})
+            yield fleet
 
     @property
     def period_s(self) -> float:
@@ -135,6 +140,8 @@ class Fleet:
             if time.monotonic() > end:
                 raise NotWhole(f"Not whole after {limit_s:g} s.\n{self.diagnostics()}")
             time.sleep(POLL_S)
+        if self.standby is not None:
+            self.standby.keep_spare()
 
     def whole(self) -> bool:
         """Says whether Serve reports all as running and every ingress has seen each replica pass a canary."""

@@ -5,8 +5,8 @@
     q goes to `out`, k and v to the token's slot of the storage
 
 It computes in fp32 and rounds once, in one launch between the projections and attention. One program computes one head
-of one token, or of a fixed number of them, so that its bits do not depend on other heads or tokens. Bytes: q, k and v
-read and written once.
+of one token, or of a fixed number of them with a warp for each, so that its bits do not depend on other heads or
+tokens. Bytes: q, k and v read and written once.
 
 Gain: 1.5 us a layer at 1 row and 1.7 at 16, in place of three kernels and 7.1 of the 40 us of a decoder layer
 (`benchmarks/results/qk-norm-rope.json`).
@@ -122,8 +122,8 @@ def qk_norm_rope(
         keys: [slots, 1, G, D] of the same type, contiguous, written.
         values: [slots, 1, G, D], likewise.
         slots_T: i32 [T], not checked: they must lie in the storage.
-        together: How many tokens a program computes, a power of two: one suits few tokens, more suit many. It decides
-            bits, so that steps that must agree have the same.
+        together: How many tokens a program computes, a power of two up to 32: one suits few tokens, more suit many. It
+            decides bits, so that steps that must agree have the same.
 
     Returns:
         The queries [T, H, D], contiguous, computed in fp32 and rounded once.
@@ -140,7 +140,7 @@ def qk_norm_rope(
         _qk_norm_rope_kernel[(-(-tokens // together), heads + 2 * kv_heads)](
             q_THD, k_TGD, v_TGD, q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0), cos, sin, cos.stride(0),
             sin.stride(0), rotation.q_norm_D, rotation.k_norm_D, rotation.eps, slots_T, out, keys, values,
-            tokens, H=heads, G=kv_heads, D=dim, TOKENS=together, UPCAST=INTERPRETED, num_warps=1,
+            tokens, H=heads, G=kv_heads, D=dim, TOKENS=together, UPCAST=INTERPRETED, num_warps=together,
         )  # fmt: skip
     return out
 

@@ -7,9 +7,13 @@ torch's reduction chooses its launch, and with it the order of the sum, by the n
 Shape legend: M rows, N numbers of a row.
 """
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
+
+A_WARP: Final = 256  # numbers of a row that a warp sums, up to 8 warps; changing it changes bits
 
 
 @triton.jit
@@ -29,9 +33,9 @@ def _rms_norm_kernel(
     at_N = tl.arange(0, BLOCK)
     inside_N = at_N < N
     x_N = tl.load(x + row * x_row + at_N, mask=inside_N, other=0.0).to(tl.float32)
+    w_N = tl.load(weight + at_N, mask=inside_N, other=0.0).to(tl.float32) + added  # beside x, not behind the sum
     scale = 1.0 / tl.sqrt(tl.sum(x_N * x_N, axis=0) / N + eps)
     y_N = x_N * scale
-    w_N = tl.load(weight + at_N, mask=inside_N, other=0.0).to(tl.float32) + added
     if ROUND_FIRST:
         y_N = y_N.to(x.dtype.element_ty).to(tl.float32)
     tl.store(out + row * N + at_N, (y_N * w_N).to(out.dtype.element_ty), mask=inside_N)
@@ -72,6 +76,6 @@ def rms_norm(
         block = triton.next_power_of_2(width)
         _rms_norm_kernel[(len(rows),)](
             rows, weight, out, rows.stride(0), eps, offset, N=width, BLOCK=block, ROUND_FIRST=round_first,
-            enable_fp_fusion=False, num_warps=min(max(block // 512, 1), 8),
+            enable_fp_fusion=False, num_warps=min(max(block // A_WARP, 1), 8),
         )  # fmt: skip
     return out.view(x.shape)

@@ -15,8 +15,11 @@ INLINE_BYTES = 128 << 20  # of one result of a call: more than the largest answe
 # Serve calls it for the middleware of its HTTP servers, which import it by this path.
 PROXY_CALLBACK = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy_middleware.middlewares"}
 # A replica that fails its health checks is killed. Serve would wait for `drain` to pass, while a frozen process holds
-# its device and its memory.
-KILL_UNHEALTHY = {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
+# its device and its memory. Ray then asks the process to end, and kills it after 5 s by default.
+KILL_UNHEALTHY = {
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    "RAY_kill_worker_timeout_milliseconds": "1000",
+}
 # Serve's proxy has one event loop. With a second one in a thread of its own, to choose the ingress, a request waits for
 # the interpreter's lock several times, up to 5 ms each time, while the other loop has much to do. The handles of an
 # ingress then choose replicas in the ingress's loop, too. (Ingresses keep the thread for their code: without it default
