@@ -13,25 +13,30 @@ BEFORE_S, AFTER_S = 3.0, 3.0  # of load around a replica's death and its replace
 POLL_S = 0.1
 
 
-def until_replaced(fleet: Fleet, before: set[int], died: float, limit_s: float) -> float | None:
-    """Waits for a new replica in the place of a dead one, and returns the seconds since its death; None if none came
-    within `limit_s`."""
-    while (passed := time.monotonic() - died) < limit_s:
-        # The dead one's last canary counts for two periods, so that its successor must have been seen.
-        if set(fleet.pids()) - before and passed > 2 * fleet.period_s and fleet.whole():
-            return passed
+def until_replaced(fleet: Fleet, before: set[int], died: float, limit_s: float) -> Row:
+    """Waits for a new replica in the place of a dead one. Returns the seconds from its death until there is a process,
+    until Serve says that it runs, and until the fleet is whole; None for what has not come within `limit_s`."""
+    found: Row = {"process_s": None, "running_s": None, "whole_again_s": None}
+    while found["whole_again_s"] is None and (passed := time.monotonic() - died) < limit_s:
+        if set(fleet.pids()) - before:  # so that Serve has given the other one up
+            found["process_s"] = found["process_s"] or passed
+            if fleet.runs():
+                found["running_s"] = found["running_s"] or passed
+                # The dead one's last canary counts for two periods.
+                if passed > 2 * fleet.period_s and fleet.whole():
+                    found["whole_again_s"] = passed
         time.sleep(POLL_S)
-    return None
+    return found
 
 
-def strike(fleet: Fleet, fault: str, limit_s: float) -> float | None:
-    """Kills, freezes or drains one replica, waits until the fleet is whole, and returns the seconds; None if it is not
-    within `limit_s`. A frozen process that is left then is killed."""
+def strike(fleet: Fleet, fault: str, limit_s: float) -> Row:
+    """Kills, freezes or drains one replica, waits until the fleet is whole, and returns what `until_replaced` does. A
+    frozen process that is left at the limit is killed."""
     before, died, count = set(fleet.pids()), time.monotonic(), fleet.count
     if fault == "drained":
         for number in (count - 1, count):
             fleet.deploy(number, limit_s)
-        return time.monotonic() - died
+        return {"whole_again_s": time.monotonic() - died}
     pid = fleet.kill() if fault == "killed" else fleet.freeze()
     try:
         return until_replaced(fleet, before, died, limit_s)
@@ -51,13 +56,13 @@ def struck(
     names = {"retried": "assay_retries_total", "resumed": "assay_resumes_total"}
     base = {name: fleet.total(metric) for name, metric in names.items()}
     died, left = 0.0, 0.0
-    whole_again_s: float | None = None
+    replaced: Row = {}
 
     def hold() -> None:
-        nonlocal died, left, whole_again_s
+        nonlocal died, left, replaced
         time.sleep(BEFORE_S)
         died = time.monotonic()
-        whole_again_s = strike(fleet, fault, limit_s)
+        replaced = strike(fleet, fault, limit_s)
         left = time.monotonic()
         time.sleep(AFTER_S)
 
@@ -71,7 +76,7 @@ def struck(
         **{name: fleet.total(metric) - base[name] for name, metric in names.items()},
         "longest_ms": max((1e3 * one.took_s for one in loaded.answers), default=None),
         "longest_before_ms": max((1e3 * one.took_s for one in loaded.answers if one.done_s < died), default=None),
-        "whole_again_s": whole_again_s,
+        **replaced,
     }  # fmt: skip
     if workload.generations:
         row["lost_or_doubled_tokens"] = lost_or_doubled_tokens(loaded.answers)

@@ -143,15 +143,19 @@ class Fleet:
         if self.standby is not None:
             self.standby.keep_spare()
 
-    def whole(self) -> bool:
-        """Says whether Serve reports all as running and every ingress has seen each replica pass a canary."""
+    def runs(self) -> bool:
+        """Says whether Serve reports all as running."""
         found = self._status()
         if found is None:
             return False
         if str(found.status).endswith("DEPLOY_FAILED"):
             raise NotWhole(self.diagnostics())
         running = {name: one.replica_states for name, one in found.deployments.items()}
-        if running != {INGRESS: {"RUNNING": self.ingresses}, REPLICA: {"RUNNING": self.count}}:
+        return running == {INGRESS: {"RUNNING": self.ingresses}, REPLICA: {"RUNNING": self.count}}
+
+    def whole(self) -> bool:
+        """Says whether all run and every ingress has seen each replica pass a canary."""
+        if not self.runs():
             return False
         proxy, own = (f"http://{local_serve.LOOPBACK}:{self.port}",), self._own_addresses()
         self.urls = own if self.direct and own else proxy
