@@ -5,7 +5,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +21,9 @@ LEFT_S = 0.3
 UNKNOWN_RATE_S = 1.0  # a queue of unknown speed is taken for done after this long
 TREND_S = 0.3  # over which it is learnt how fast a queue shrinks while others fill it too
 MIN_SHRINK = 1 / 8  # of the speed: a queue that is never asked after must not seem full for ever
+SILENT_S = 0.5  # a replica that owes answers is silent after so long without a report, or later; one call asks it then
+PATIENCE = 4  # times the longest time between two of its reports of late
+FADING = 0.9  # of that time, from one report to the next
 
 
 class QueueEstimate(NamedTuple):
@@ -60,6 +63,10 @@ class _Replica:
     shrink: float = 1.0  # part of the speed
     held: TenantQueues = field(default_factory=TenantQueues)  # tokens that wait in this process for their micro-batch
     latest: Load | None = None  # report
+    owed: int = 0  # calls of this process that are under way there
+    sent_at: float = 0.0  # the last of them
+    heard: float = 0.0  # when the last report came, or the first of these calls was sent
+    pause: float = 0.0  # the longest between two reports, of late
 
     def load(self, now: float) -> float:
         return max(0.0, self.queues.total - self.drain * (now - self.when)) + self.held.total
@@ -73,10 +80,19 @@ class _Replica:
         found.add_all(self.held)
         return found
 
+    @property
+    def silent_at(self) -> float:
+        """When it is silent, unless a report comes before."""
+        return self.heard + max(SILENT_S, PATIENCE * self.pause) if self.owed else math.inf
+
     def add(self, work: TenantTokens, now: float) -> None:
         self._work_off(now)
         self.queues.add(*work)
         self.sent += work.tokens
+        if not self.owed:
+            self.heard = now
+        self.owed += 1
+        self.sent_at = now
 
     def take_back(self, work: TenantTokens, now: float) -> None:
         self._work_off(now)
@@ -89,6 +105,7 @@ class _Replica:
 
     def report(self, load: Load, now: float) -> None:
         self.latest = load
+        self.pause, self.heard = max(now - self.heard, FADING * self.pause), now
         elapsed = now - self.reported_at
         if self.reports and elapsed > 0 and load.tokens_per_s > 0:
             shrunk = (self.reported + self.sent - load.queued_tokens) / (elapsed * load.tokens_per_s)
@@ -117,6 +134,7 @@ class _LoadTable:
         self.names = tuple(sorted(replicas))
         self._places = {name: place for place, name in enumerate(self.names)}
         self._total, self._drain, self._when, self._held, self._rate = np.zeros((5, len(self.names)))
+        self._silent_at, self._sent_at = np.zeros((2, len(self.names)))
         for name, replica in replicas.items():
             self.update(name, replica)
 
@@ -125,6 +143,11 @@ class _LoadTable:
         place = self._places[name]
         self._total[place], self._held[place] = replica.queues.total, replica.held.total
         self._drain[place], self._when[place], self._rate[place] = replica.drain, replica.when, replica.rate
+        self._silent_at[place], self._sent_at[place] = replica.silent_at, replica.sent_at
+
+    def silent(self, now: float) -> list[str]:
+        silent = (self._silent_at < now) & (self._sent_at > now - SILENT_S)
+        return [self.names[place] for place in silent.nonzero()[0]] if silent.any() else []
 
     def rates(self) -> npt.NDArray[np.float64]:
         return self._rate.copy()
@@ -196,6 +219,16 @@ class LoadTracker:
         """Returns the load of each replica. `names` is the same object while the fleet is the same."""
         with self._lock:
             return ReplicaLoads(self._table.names, self._table.loads(self._clock()), self._table.rates())
+
+    def silent(self) -> Collection[str]:
+        """Returns the replicas that owe this process answers, have reported nothing for longer than is their way, and
+        have just been sent a call, which asks them.
+
+        Their queues only seem to become shorter. One whose process is frozen would otherwise draw every call of the
+        fleet before its canaries tell. One that computes a long answer and nothing else is heard when it is asked.
+        """
+        with self._lock:
+            return self._table.silent(self._clock())
 
     def load(self, name: str) -> float:
         """Returns tokens: what the replica last reported, plus what was sent since, less what it has done since."""
@@ -290,12 +323,15 @@ class LoadTracker:
 
     def _take_back(self, ticket: _Ticket) -> None:
         found = self._replicas.get(ticket.replica)
-        if found is not None and ticket.held:
+        if found is None:
+            return
+        if ticket.held:
             found.held.take_back(ticket.work)
-        elif found is not None and found.reports == ticket.reports:
-            found.take_back(ticket.work, self._clock())
-        if found is not None:
-            self._table.update(ticket.replica, found)
+        else:
+            found.owed = max(0, found.owed - 1)  # it may have left and come back
+            if found.reports == ticket.reports:
+                found.take_back(ticket.work, self._clock())
+        self._table.update(ticket.replica, found)
 
 
 @functools.cache

@@ -67,7 +67,8 @@ class ReplicaSelector:
         router: RouterArgs,
         suspects: Callable[[Collection[str]], Collection[str]] = lambda running: (),
     ) -> None:
-        """`suspects` names the running replicas that fail their canaries: they are used only if there is no other."""
+        """`suspects` names the running replicas that fail their canaries: they are used only if there is no other, as
+        are those that are silent."""
         self._loads = loads
         self._router = router
         self._suspects = suspects
@@ -101,7 +102,7 @@ class ReplicaSelector:
         running, loads, rates = self._loads.loads()
         fleet = self._fleet(running)
         order = fleet.hashes.order(random.getrandbits(64) if key is None else key)
-        suspects = self._suspects(running)
+        suspects = {*self._suspects(running), *self._loads.silent()}
         if exclude or suspects:
             order = _without(order, running, exclude, suspects)
         if not len(order):

@@ -330,6 +330,81 @@ def test_the_tried_are_left_out_and_the_suspected_while_there_are_others() -> No
     assert make_placement(LoadTracker()).rank(KEYS[0]) == ()
 
 
+def frozen(*others: str) -> tuple[LoadTracker, Clock]:
+    """Returns loads of replicas that have reported every 10 ms. `a` owes an answer then; all queues are empty."""
+    loads, clock = make_loads("a", *others)
+    for _ in range(50):
+        for name in ("a", *others):
+            ticket = loads.send(name, 10)
+            clock.now += 0.01
+            loads.report(ticket, Load(0, 1000.0))
+            loads.close(ticket)
+    loads.send("a", 10)
+    return loads, clock
+
+
+@pytest.mark.parametrize("patience", [load_tracker.PATIENCE, pytest.param(1e9, id="planted fault")])
+def test_a_replica_that_falls_silent_is_sent_no_more_than_a_call_at_times(
+    patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen one looks empty, since its queue is believed to be worked off: it would draw the calls of all."""
+    monkeypatch.setattr(load_tracker, "PATIENCE", patience)
+    loads, clock = frozen("b")
+    selector, taken = make_placement(loads), Counter[str]()
+    for number in range(1000):  # 10 s of a closed loop, in which `b` answers each call and `a` none
+        name = selector.rank(KEYS[number])[0]
+        ticket = loads.send(name, 1)
+        clock.now += 0.01
+        taken[name] += 1
+        if name == "b":
+            loads.report(ticket, Load(0, 1000.0))
+            loads.close(ticket)
+    assert (taken["a"] < 60) is (patience < 1e9), taken
+
+
+def test_a_replica_with_one_long_answer_is_heard_when_it_is_asked() -> None:
+    loads, clock = frozen("b")
+    clock.now += 60
+    assert not loads.silent(), "nothing has asked it for long"
+    ticket = loads.send("a", 10)
+    assert loads.silent() == ["a"]
+    loads.report(ticket, Load(0, 1000.0))
+    assert not loads.silent()
+    loads.close(ticket)
+
+
+def test_how_long_a_replica_may_be_silent_follows_its_reports() -> None:
+    loads, clock = make_loads("a")
+    for _ in range(3):  # a slow device: a step takes 2 s
+        first, second = loads.send("a", 10), loads.send("a", 10)
+        clock.now += 2
+        loads.report(first, Load(0, 1000.0))
+        loads.close(first)
+        loads.close(second)
+    ticket = loads.send("a", 10)
+    clock.now += 2 * load_tracker.PATIENCE - 0.1
+    loads.send("a", 10)
+    assert not loads.silent()
+    clock.now += 0.2
+    assert loads.silent() == ["a"]
+    loads.close(ticket)
+
+
+def test_a_replica_that_owes_nothing_is_not_silent() -> None:
+    loads, clock = make_loads("a")
+    ticket, held = loads.send("a", 10), loads.send("a", 10)
+    loads.hold(held)
+    loads.close(ticket)
+    clock.now += 0.4
+    loads.close(loads.send("a", 10))
+    clock.now += 0.4
+    assert not loads.silent()
+    loads.publish(())
+    loads.publish(("a",))
+    loads.close(held)
+    assert loads._replicas["a"].owed == 0
+
+
 def ids(count: int, first: int = 0) -> Any:
     return np.arange(first, first + count, dtype=np.int32)
 
