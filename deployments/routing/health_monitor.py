@@ -41,6 +41,7 @@ class HealthMonitor(PeriodicTask):
         clock: Callable[[], float] = time.monotonic,
         start_failure: Callable[[], Awaitable[StartFailure | None]] = no_failure,
     ) -> None:
+        super().__init__()
         self._broadcast = broadcast
         self._health = health
         self._metrics = metrics
@@ -72,15 +73,19 @@ class HealthMonitor(PeriodicTask):
         await asyncio.gather(*self._rounds, return_exceptions=True)
 
     async def _run(self) -> None:
-        """Starts a round each period, even while an earlier one still waits for a replica that hangs."""
+        """Starts a round each period and when woken, even while an earlier one still waits for a replica that hangs."""
         while True:
             began = self._clock()
             task = asyncio.create_task(self._round())
             self._rounds.add(task)
             task.add_done_callback(self._rounds.discard)
-            await asyncio.wait({task}, timeout=self._health.period_s)
+            if not self.passed_once.is_set():
+                await asyncio.wait({task}, timeout=self._health.period_s)
             rest = self._health.period_s - (self._clock() - began)
-            await asyncio.sleep(max(0.0, rest) if self.passed_once.is_set() else EAGER_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, rest) if self.passed_once.is_set() else EAGER_S):
+                    await self._woken.wait()
+            self._woken.clear()
 
     async def _round(self) -> None:
         try:

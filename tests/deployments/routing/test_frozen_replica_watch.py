@@ -129,9 +129,9 @@ class Replicas:
         self.passing = {"a", "b"}
         self.left: list[frozenset[str]] = []
         self.monitor = HealthMonitor(self.broadcast, HealthArgs(period_s=5.0), IngressMetrics(), lambda: self.now)
-        loads = LoadTracker()
-        loads.publish(["a", "b"])
-        self.watch = FrozenReplicaWatch(self.monitor, loads, self.take)
+        self.loads = LoadTracker()
+        self.loads.publish(["a", "b"])
+        self.watch = FrozenReplicaWatch(self.monitor, self.loads, self.take)
 
     async def broadcast(self, method: str, timeout_s: float, *args: object, on_answer: Any = None) -> list[object]:
         answers: list[object] = [
@@ -188,3 +188,14 @@ async def test_one_that_froze_while_none_passed_is_left_when_another_passes() ->
     replicas.passing = {"b"}
     await replicas.after(1.0)
     assert replicas.left == [frozenset("a")]  # once
+
+
+async def test_a_new_replica_is_asked_before_the_period_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`/readyz` counts it then, and a rollout goes on."""
+    replicas = Replicas()
+    woken = list[None]()
+    monkeypatch.setattr(replicas.monitor, "wake", lambda: woken.append(None))
+    for names, wakes in (("ab", 1), ("ab", 1), ("b", 1), ("bc", 2), ("bc", 2)):
+        replicas.loads.publish(names)
+        await replicas.watch.look()
+        assert len(woken) == wakes, names

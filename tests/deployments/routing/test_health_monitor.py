@@ -207,6 +207,29 @@ async def test_answers_count_when_they_come_though_one_replica_never_does() -> N
     assert not board._rounds
 
 
+async def test_a_round_begins_when_it_is_woken_though_an_earlier_one_still_waits() -> None:
+    never, rounds = asyncio.Event(), asyncio.Queue[None]()
+    first = True
+
+    async def broadcast(method: str, timeout_s: float, *args: object, on_answer: Any = None) -> Sequence[object]:
+        nonlocal first
+        on_answer(passed("a"))
+        rounds.put_nowait(None)
+        if not first:
+            await never.wait()
+        first = False
+        return []
+
+    board = HealthMonitor(broadcast, HealthArgs(period_s=3600.0), World())
+    board.start()
+    await asyncio.wait_for(rounds.get(), 10)
+    for _ in range(2):
+        board.wake()
+        await asyncio.wait_for(rounds.get(), 10)
+    assert rounds.empty()
+    await board.stop()
+
+
 class Late:
     """One replica's answer, as Serve hands it over."""
 
