@@ -73,10 +73,10 @@ class Fleet:
     port: int
     fast: bool
     direct: bool  # ingresses are asked themselves: what HAProxy does, where there is none
+    standby: StandbyPool  # as `assay serve` keeps one
     count: int = 0
     gcs: str = ""
     urls: tuple[str, ...] = field(default=())
-    standby: StandbyPool | None = None  # as `assay serve` keeps one
 
     @classmethod
     @contextlib.contextmanager
@@ -85,7 +85,6 @@ class Fleet:
         with socket.socket() as free:
             free.bind((local_serve.LOOPBACK, 0))
             port = free.getsockname()[1]
-        fleet = cls(args=args, gpus=gpus, ingresses=ingresses, port=port, fast=fast, direct=direct)
         # Where memory grows as it is used, Ray would take the machine for full and kill its replicas.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
         config = {"applications": [{"args": args}]}
@@ -93,17 +92,26 @@ class Fleet:
         with service.prepared() as folder, contextlib.ExitStack() as ending:
             path = os.pathsep.join((os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])))
             os.environ["PYTHONPATH"] = path
-            fleet.standby = StandbyPool(folder, wanted(config))
-            ending.callback(fleet.standby.stop)
-            os.environ.update(fleet.standby.variables)
+            standby = StandbyPool(folder, wanted(config))
+            ending.callback(standby.stop)
+            os.environ.update(standby.variables)
             import ray
             from ray import serve
 
             ending.callback(ray.shutdown)
             _start_ray(gpus)
-            fleet.gcs = ray.get_runtime_context().gcs_address
             serve.start(proxy_location="HeadOnly", http_options={"host": local_serve.LOOPBACK, "port": port})
-            yield fleet
+            gcs = ray.get_runtime_context().gcs_address
+            yield cls(
+                args=args,
+                gpus=gpus,
+                ingresses=ingresses,
+                port=port,
+                fast=fast,
+                direct=direct,
+                standby=standby,
+                gcs=gcs,
+            )
 
     @property
     def period_s(self) -> float:
@@ -140,8 +148,7 @@ class Fleet:
             if time.monotonic() > end:
                 raise NotWhole(f"Not whole after {limit_s:g} s.\n{self.diagnostics()}")
             time.sleep(POLL_S)
-        if self.standby is not None:
-            self.standby.keep_spare()
+        self.standby.keep_spare()
 
     def runs(self) -> bool:
         """Says whether Serve reports all as running."""

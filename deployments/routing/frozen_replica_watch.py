@@ -14,7 +14,7 @@ PERIOD_S = 0.5
 
 
 class FrozenReplicaWatch(PeriodicTask):
-    """Reports each replica once when it becomes suspect while another one is not, and has new ones asked soon."""
+    """Reports each replica once when it becomes suspect while another one is not."""
 
     period_s = PERIOD_S
 
@@ -31,14 +31,10 @@ class FrozenReplicaWatch(PeriodicTask):
         self._loads = loads
         self._leave = leave
         self._known: frozenset[str] = frozenset()
-        self._running: frozenset[str] = frozenset()
 
     async def look(self) -> None:
         """Runs one round. If no replica has passed, this process was late and not all of them."""
         running = self._loads.replicas
-        if not self._running.issuperset(running):
-            self._health.wake()
-        self._running = frozenset(running)
         suspects = frozenset(self._health.suspects(running))
         if len(suspects) == len(running):
             self._known &= suspects

@@ -131,12 +131,15 @@ class HealthMonitor(PeriodicTask):
     def suspects(self, running: Collection[str]) -> Collection[str]:
         """Returns the running replicas that have not passed within two periods, though they are known as long.
 
-        Each call of a client asks, so the answer is kept until it may change.
+        Each call of a client asks, so the answer is kept until it may change. New replicas are sent a canary then, and
+        not with the next period.
         """
         now = self._clock()
         if now < self._judge_at and running == self._judged:
             return self._suspects
         since = self._oldest()
+        if not self._since.keys() >= set(running):
+            self.wake()
         self._since = {name: self._since.get(name, now) for name in running}
         seen = {name: max(known, self._passed.get(name, known)) for name, known in self._since.items()}
         self._judged, self._suspects = tuple(running), {name for name, when in seen.items() if when < since}
