@@ -45,7 +45,7 @@ from engine.kv_cache.storage import KVStorage, bytes_of_token, slots_that_fit
 from engine.metrics import Stopwatch
 from engine.model.checkpoint import end_of_text_ids, longest_sequence
 from engine.model.compatibility import PROBE, ProbedModel, check_config, probe, record_call, set_attention
-from engine.model.cuda_graphs.decode import MAX_ATTENDED, DecodeGraphs
+from engine.model.cuda_graphs.decode import MAX_ATTENDED, DecodeGraphs, graph_memory
 from engine.model.cuda_graphs.prefill import PrefillGraphs
 from engine.model.heads.pooling_head import PoolingHead, PoolingModel
 from engine.model.heads.row_pooling import Pooling, pool_rows
@@ -261,11 +261,11 @@ class HFModel:
     @property
     def _will_capture(self) -> bool:
         possible = self.device.type == "cuda" and not isinstance(self._backend, TorchAttention)
-        return self._engine.graphs and possible and self.pooling_head is None
+        return self._engine.graphs and possible
 
     def _use_skinny_linears(self, model: ProbedModel) -> int:
         """Makes captured steps of few rows use the skinny GEMM; returns the number of changed linear layers."""
-        if not (self._will_capture and self._engine.skinny_gemm):
+        if self.pooling_head is not None or not (self._will_capture and self._engine.skinny_gemm):
             return 0
         try:
             layers = decoder_layers(model.module, model.attentions)
@@ -432,11 +432,12 @@ class HFModel:
             with timed("compile", progress):
                 self._compile(self.probed, self._run_idle)
         if self._will_capture:
-            with timed("graphs", progress):
-                self._decode_graphs = self._capture()
-            if self._engine.prefill_graph_tokens and self.head is not None:
+            if self.pooling_head is None:
+                with timed("graphs", progress):
+                    self._decode_graphs = self._capture()
+            if self._engine.prefill_graph_tokens and (self.head, self.pooling_head) != (None, None):
                 with timed("prefill graphs", progress):
-                    self._capture_prefill(self._decode_graphs)
+                    self._capture_prefill()
         if self.pooling_head is None:
             with timed("likelihoods", progress):
                 self._run_idle_targets()
@@ -475,7 +476,8 @@ class HFModel:
         lengths = longest, max(3, longest * 3 // 4), longest // 4
         ids, slots = sequences_of(lengths, self.vocab_size, np.random.default_rng(self._engine.seed))
         table = torch.zeros((3, longest), dtype=torch.int32, device=self.device)
-        compare_bits(self.probed.architecture, self.forward, lengths, ids, slots, table)
+        rows = self.forward if self.pooling_head is None else self._hidden
+        compare_bits(self.probed.architecture, rows, lengths, ids, slots, table)
 
     def _compile(self, model: ProbedModel, run: Callable[[StepSequences], object]) -> None:
         """Compiles the layers and the modules around them. These are recorded first: compiled layers hold no hooks.
@@ -537,10 +539,11 @@ class HFModel:
             head=self.head,
         )
 
-    def _capture_prefill(self, decode_graphs: DecodeGraphs) -> None:
+    def _capture_prefill(self) -> None:
         self._scoring = False  # nothing is timed inside a graph
         tokens = min(self._engine.prefill_graph_tokens, self._engine.token_budget)
-        self._prefill_graphs = PrefillGraphs(decode_graphs, tokens)
+        memory = graph_memory() if self._decode_graphs is None else self._decode_graphs.memory
+        self._prefill_graphs = PrefillGraphs(self.probed, tokens, memory)
         self.prefill_graph_limit = self._prefill_graphs.largest
 
 

@@ -125,10 +125,7 @@ class DecodeGraphs:
         if isinstance(model.backend, TorchAttention):
             raise TypeError(f"Only the paged kernels can be captured. Given: {type(model.backend).__name__}.")
         self.module, self.backend = model.module, cast(CapturableBackend, model.backend)
-        self.layer_params = sorted(
-            {_params(call, shape) for call, shape in zip(model.calls, model.shapes, strict=True)}
-        )
-        self.memory: Any = _cuda.graph_pool_handle()  # for all graphs that are replayed one after another
+        self.layer_params, self.memory = layer_params(model), graph_memory()
         self._buckets, self._longest, self._skinny, self._head = buckets(max_rows), longest, skinny, head
         self.max_rows, self.device = max_rows, self.backend.device
         self._front = torch.zeros(3 * max_rows, dtype=torch.int64, device=self.device)
@@ -244,6 +241,16 @@ def recorded(launch: Callable[[], None], device: torch.device, pool: Any) -> Any
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         launch()
     return graph
+
+
+def graph_memory() -> Any:
+    """Returns memory for all graphs that are replayed one after another."""
+    return _cuda.graph_pool_handle()
+
+
+def layer_params(model: ProbedModel) -> list[AttentionParams]:
+    """Returns the different parameters that the model's layers call attention with, in a fixed order."""
+    return sorted({_params(call, shape) for call, shape in zip(model.calls, model.shapes, strict=True)})
 
 
 def _params(call: LayerCall, shape: LayerShape) -> AttentionParams:

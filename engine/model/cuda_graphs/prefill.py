@@ -12,13 +12,14 @@ that its context is read once for each tile. Attention takes a fixed number of s
 follow the step's own.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from engine.attention.plans import GraphBuffers, Sequences
+from engine.attention.plans import CapturableBackend, GraphBuffers, Sequences
 from engine.batch.input_batch import InputBatch, StepKind, StepSequences, StepSize, idle_sequences, pack, size_of
-from engine.model.cuda_graphs.decode import CapturedStep, DecodeGraphs, recorded
+from engine.model.compatibility import ProbedModel
+from engine.model.cuda_graphs.decode import CapturedStep, layer_params, recorded
 from engine.model.cuda_graphs.sizes import GraphSizes
 
 TOKEN_COUNTS = (32, 64, 128, 256)
@@ -36,14 +37,21 @@ def token_counts(max_tokens: int) -> tuple[int, ...]:
 
 
 class PrefillGraphs:
-    """Captures and replays steps of up to `max_tokens` tokens. They share memory with the decode graphs of the model.
+    """Captures and replays steps of up to `max_tokens` tokens.
 
     `largest` is the largest step that they take; None where the attention kernels have no room for any.
     """
 
-    def __init__(self, decode_graphs: DecodeGraphs, max_tokens: int) -> None:
-        self._decode_graphs, self._device = decode_graphs, decode_graphs.device
-        self._backend = decode_graphs.backend
+    def __init__(self, model: ProbedModel, max_tokens: int, memory: Any) -> None:
+        """
+        Args:
+            model: Its backend computes attention, here and in eager steps.
+            max_tokens: Of the largest graph.
+            memory: What `graph_memory` made for all graphs of the model.
+        """
+        self._module, self._backend = model.module, cast(CapturableBackend, model.backend)
+        self._layer_params, self._memory = layer_params(model), memory
+        self._device = self._backend.device
         self._sequences = self._sequences_of_counts(max_tokens)  # of each token count, ascending
         self._steps: dict[int, CapturedStep] = {}
         self._graphs: dict[int, Any] = {}
@@ -60,10 +68,10 @@ class PrefillGraphs:
 
     def _sequences_of_counts(self, max_tokens: int) -> dict[int, int]:
         """Returns how many sequences the graph of each token count may hold."""
-        layer_params, backend = self._decode_graphs.layer_params, self._backend
+        backend = self._backend
         found = {}
         for count in token_counts(max_tokens):
-            fitting = min(backend.graph_sequences(params, count) for params in layer_params)
+            fitting = min(backend.graph_sequences(params, count) for params in self._layer_params)
             wanted = min(max(MIN_SEQUENCES, count // TOKENS_A_SEQUENCE), count)
             if fitting >= 2:
                 found[count] = min(wanted, fitting)
@@ -101,13 +109,13 @@ class PrefillGraphs:
         self._graphs[count] = self._capture(count)
 
     def _capture(self, count: int) -> Any:
-        decode_graphs, sequences = self._decode_graphs, self._sequences[count]
+        sequences = self._sequences[count]
         queries = self._queries[: sequences + 1]
         wrappers = {
             params: self._backend.graph_prefiller(params, self._buffers, queries, count)
-            for params in decode_graphs.layer_params
+            for params in self._layer_params
         }
-        step = self._steps[count] = CapturedStep(decode_graphs.module, decode_graphs.backend, wrappers, count)
+        step = self._steps[count] = CapturedStep(self._module, self._backend, wrappers, count)
         table = torch.zeros((1, 1), dtype=torch.int32, device=self._device)
         self._prepare(count, pack(StepKind.PREFILL, idle_sequences(1, 1), table, self._device, count))
         if not self._graphs:  # the largest comes first
@@ -116,7 +124,7 @@ class PrefillGraphs:
 
     def _record(self, step: CapturedStep, count: int) -> Any:
         """Returns a graph that replays `_fill`."""
-        return recorded(lambda: self._fill(step, count), self._device, self._decode_graphs.memory)
+        return recorded(lambda: self._fill(step, count), self._device, self._memory)
 
     def _fill(self, step: CapturedStep, count: int) -> None:
         self._hidden[:count].copy_(self._rows(step, count))

@@ -66,7 +66,7 @@ def test_steps_use_the_sizes_that_are_captured_later(
     monkeypatch.setattr("engine.model.cuda_graphs.prefill.TOKEN_COUNTS", (32, 64))
     with torch.no_grad():
         decode = d.model._decode_graphs = Replayed(d.model.probed, max_rows=8, attended=200)
-        prefill = d.model._prefill_graphs = ReplayedPrefill(decode, 72)
+        prefill = d.model._prefill_graphs = ReplayedPrefill(d.model.probed, 72, decode.memory)
     a, b, *others = d.add(72), d.add(40), *(d.add(2) for _ in range(5))
     d.model.fill(StepKind.PREFILL, [d.run(one, 0, 1, rows=[]) for one in others], d.table)
 

@@ -1,7 +1,8 @@
 """Small prefill and score steps as graphs: over stand-ins on a CPU against torch, and on a GPU against eager steps."""
 
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -14,9 +15,13 @@ from engine.attention.plans import AttentionParams
 from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import StepKind, StepSize
 from engine.config import EngineConfig
+from engine.model import hf_model
 from engine.model.cuda_graphs import prefill
 from engine.model.cuda_graphs.decode import CapturedStep
 from engine.model.cuda_graphs.prefill import PrefillGraphs, token_counts
+from engine.model.heads.info import HeadInfo, HeadKind
+from engine.model.heads.pooling_head import PoolingHead, PoolingModel
+from engine.model.heads.row_pooling import Pooling
 from engine.model.lm_head import LogprobQuery
 from tests.engine.model.conftest import SIX
 from tests.engine.model.halves import BF16, EAGER, SMALL, on_gpu
@@ -56,9 +61,29 @@ def _replaying(
     d = tiny_driver(tiny_models.module(name), backend=backend)
     with torch.no_grad():
         graphs = Replayed(d.model.probed, max_rows=4, attended=200)
-        d.model._decode_graphs, d.model._prefill_graphs = graphs, ReplayedPrefill(graphs, most)
+        d.model._decode_graphs, d.model._prefill_graphs = graphs, ReplayedPrefill(d.model.probed, most, graphs.memory)
     d.model.prefill_graph_limit = d.model._prefill_graphs.largest
     return d, d.model._prefill_graphs
+
+
+def _with_head(module: Any, pooling: Pooling | None) -> PoolingModel:
+    """The body of a language model, and a head of three numbers."""
+    body = module.base_model
+    torch.manual_seed(2)
+    layers = torch.nn.Linear(body.config.hidden_size, 3).to(body.device)
+    return PoolingModel(body, PoolingHead(HeadInfo(HeadKind.SEQUENCE, 3, ("a", "b", "c")), layers, pooling))
+
+
+def _numbers(d: Any) -> list[torch.Tensor]:
+    """Runs rows by themselves, together, and behind a prefix in the pool; returns the numbers of the head."""
+    a, b = d.add(47), d.add(29)
+    c = d.add(31, shares=(a, 11))
+    model, table = d.model, d.table
+    answers = [model.pooled(StepKind.SCORE, [d.run(a, 0, 47, rows=[46])], table)]
+    answers.append(model.pooled(StepKind.SCORE, [d.run(b, 0, 29, rows=[28]), d.run(c, 11, 31, rows=[19])], table))
+    model.fill(StepKind.SCORE, [d.run(b, 0, 17, rows=[])], table)
+    answers.append(model.pooled(StepKind.SCORE, [d.run(b, 17, 29, rows=[11])], table))
+    return [answer.clone() for answer in answers]
 
 
 def _asked(tokens: int, *, more: int = 0) -> LogprobQuery:
@@ -118,6 +143,29 @@ def test_a_step_may_fill_its_graph_and_have_as_many_runs_as_it_takes(
         short = [d.run(d.add(4), 0, 4) for _ in range(count)]
         assert d.error(StepKind.SCORE, short) < 1e-5
     assert small.replays == [32, 32, 64]  # of sixteen runs none would be left for padding
+
+
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("pooling", [None, *Pooling])
+def test_the_numbers_of_a_pooling_head_are_those_of_eager_steps(
+    tiny_models: Any,
+    tiny_driver: Any,
+    stand_in: object,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    pooling: Pooling | None,
+) -> None:
+    """A model with such a head has no decode graphs beside those of its prefill steps."""
+    monkeypatch.setattr(flashinfer_wrappers, "WORKSPACE_BYTES", WORKSPACE)
+    monkeypatch.setattr(hf_model, "PrefillGraphs", ReplayedPrefill)
+    backend = FlashInferAttention(CPU, torch.float32)
+    d = tiny_driver(_with_head(tiny_models.module(name), pooling), backend=backend)
+    with torch.no_grad():
+        d.model._capture_prefill()
+    eager = tiny_driver(_with_head(tiny_models.module(name), pooling), backend=TorchAttention())
+    assert _largest_difference(_numbers(d), _numbers(eager)) < 1e-4
+    assert d.model._prefill_graphs.replays == [64, 64, 32, 32]
 
 
 @pytest.mark.full(keep=5)
@@ -257,7 +305,7 @@ def test_where_no_graph_has_room_nothing_is_captured(tiny_models: Any, tiny_driv
     d = tiny_driver(tiny_models.module("qwen3"), backend=backend)
     with torch.no_grad():
         graphs = Replayed(d.model.probed, max_rows=4, attended=200)
-    d.model._prefill_graphs = PrefillGraphs(graphs, 64)
+    d.model._prefill_graphs = PrefillGraphs(d.model.probed, 64, graphs.memory)
     assert d.model._prefill_graphs.largest is None
     assert d.error(StepKind.PREFILL, [d.run(d.add(9), 0, 9)]) < 1e-5
 
@@ -287,6 +335,29 @@ def test_captured_prefill_steps_agree_with_eager_ones(tiny_models: Any, tiny_dri
     before = full.model.graph_replays
     assert _largest_difference(_answers(full), _answers(eager)) < BF16
     assert full.model.graph_replays - before == 7
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # those of the compilers are not ours
+@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+def test_captured_steps_of_a_pooling_head_agree_with_eager_ones(
+    tiny_models: Any, tiny_driver: Any, numerics: Literal["fast", "invariant"]
+) -> None:
+    torch.compiler.reset()
+    drivers = [
+        tiny_driver(_with_head(on_gpu(tiny_models, "qwen3"), Pooling.LAST), engine=replace(engine, numerics=numerics))
+        for engine in (EAGER, SMALL)
+    ]
+    reported: dict[str, float] = {}
+    drivers[1].model.warm_up(reported.__setitem__)
+    assert "graphs" not in reported
+    assert reported["prefill graphs"] > 0
+    before = drivers[1].model.graph_replays
+    eager, full = map(_numbers, drivers)
+    if numerics == "invariant":
+        assert all(torch.equal(one, other) for one, other in zip(full, eager, strict=True))
+    assert _largest_difference(full, eager) < BF16
+    assert drivers[1].model.graph_replays - before == 4
 
 
 @pytest.mark.gpu
