@@ -476,8 +476,7 @@ class HFModel:
         lengths = longest, max(3, longest * 3 // 4), longest // 4
         ids, slots = sequences_of(lengths, self.vocab_size, np.random.default_rng(self._engine.seed))
         table = torch.zeros((3, longest), dtype=torch.int32, device=self.device)
-        rows = self.forward if self.pooling_head is None else self._hidden
-        compare_bits(self.probed.architecture, rows, lengths, ids, slots, table)
+        compare_bits(self.probed.architecture, self.forward, lengths, ids, slots, table)
 
     def _compile(self, model: ProbedModel, run: Callable[[StepSequences], object]) -> None:
         """Compiles the layers and the modules around them. These are recorded first: compiled layers hold no hooks.

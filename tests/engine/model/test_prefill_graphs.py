@@ -1,8 +1,7 @@
 """Small prefill and score steps as graphs: over stand-ins on a CPU against torch, and on a GPU against eager steps."""
 
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -339,14 +338,10 @@ def test_captured_prefill_steps_agree_with_eager_ones(tiny_models: Any, tiny_dri
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # those of the compilers are not ours
-@pytest.mark.parametrize("numerics", ["fast", "invariant"])
-def test_captured_steps_of_a_pooling_head_agree_with_eager_ones(
-    tiny_models: Any, tiny_driver: Any, numerics: Literal["fast", "invariant"]
-) -> None:
+def test_captured_steps_of_a_pooling_head_agree_with_eager_ones(tiny_models: Any, tiny_driver: Any) -> None:
     torch.compiler.reset()
     drivers = [
-        tiny_driver(_with_head(on_gpu(tiny_models, "qwen3"), Pooling.LAST), engine=replace(engine, numerics=numerics))
-        for engine in (EAGER, SMALL)
+        tiny_driver(_with_head(on_gpu(tiny_models, "qwen3"), Pooling.LAST), engine=engine) for engine in (EAGER, SMALL)
     ]
     reported: dict[str, float] = {}
     drivers[1].model.warm_up(reported.__setitem__)
@@ -354,8 +349,6 @@ def test_captured_steps_of_a_pooling_head_agree_with_eager_ones(
     assert reported["prefill graphs"] > 0
     before = drivers[1].model.graph_replays
     eager, full = map(_numbers, drivers)
-    if numerics == "invariant":
-        assert all(torch.equal(one, other) for one, other in zip(full, eager, strict=True))
     assert _largest_difference(full, eager) < BF16
     assert drivers[1].model.graph_replays - before == 4
 
