@@ -1,5 +1,6 @@
 """Keeps the processes that wait, for `assay serve`."""
 
+import logging
 import os
 import shlex
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from deployments.standby import COMMAND_VARIABLE, COUNT_VARIABLE, launcher
+
+log = logging.getLogger(__name__)
 
 MODULE: Final = "deployments.standby.process"
 MAX_COUNT: Final = 64
@@ -83,8 +86,10 @@ class StandbyPool:
             is_worker = process.stdout.read().endswith(launcher.TAKEN)
             with self._lock:
                 del self._waiting[number]
-                if is_worker:  # one that has ended was not fit, and the next would not be
+                if is_worker:
                     self._replenish()
+                elif not self._stopped:  # it was not fit, and the next would not be
+                    log.warning("A process that waits has ended before a replica needed it: replicas start later.")
 
 
 def wanted(config: Mapping[str, Any]) -> int:

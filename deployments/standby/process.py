@@ -1,5 +1,6 @@
 """python -m deployments.standby.process SOCKET: imports what a replica needs, and becomes the worker it is sent."""
 
+import ctypes
 import importlib
 import json
 import os
@@ -14,13 +15,16 @@ from typing import Final
 from deployments.garbage_collection import paused
 from deployments.standby.launcher import TAKEN
 
-MODULES: Final = (  # most of what a replica imports; Ray itself must see the worker's environment when it is imported
+# Most of what a replica imports. Ray itself must see the worker's environment when it is imported, and so must the CUDA
+# driver when it starts, as `torch._inductor.compile_fx` makes it do.
+MODULES: Final = (
     "deployments.replica.make_engine",
     "deployments.observability.replica_metrics",
     "deployments.link.server",
-    "torch._inductor.compile_fx",
     "fastapi",  # by Serve
 )
+DRIVER: Final = "libcuda.so.1"
+NOT_INITIALIZED: Final = 3  # CUDA_ERROR_NOT_INITIALIZED
 STANDARD_FILES: Final = 3
 PART: Final = 1 << 16  # bytes
 
@@ -44,8 +48,21 @@ def main(path: Path, modules: Sequence[str] = MODULES) -> None:
 
 def is_fit() -> bool:
     """Returns whether this process may still become a worker: Ray will say which GPU is its own."""
-    torch = sys.modules["torch"]
-    return "ray" not in sys.modules and not torch.cuda.is_initialized()
+    return "ray" not in sys.modules and not driver_has_started()
+
+
+def driver_has_started() -> bool:
+    """Returns whether the CUDA driver has started in this process; false where there is none.
+
+    From then on the driver ignores changes of CUDA_VISIBLE_DEVICES: every worker would compute on the first GPU. Torch
+    starts it to count devices, which `torch.cuda.is_initialized` does not tell.
+    """
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    status: int = driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
+    return status != NOT_INITIALIZED
 
 
 def become(connection: socket.socket) -> None:

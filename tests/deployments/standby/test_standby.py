@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,10 +147,37 @@ def test_a_process_ends_with_the_one_that_started_it(folder: Path) -> None:
     assert not path.exists()
 
 
-def test_what_a_replica_imports_leaves_a_process_fit() -> None:
+def fit_after(code: str) -> bool:
+    """Returns whether a new process is fit that has imported what a replica does, and run some code."""
     names = ", ".join(process.MODULES)
-    command = f"import {names}\nfrom deployments.standby.process import is_fit\nassert is_fit()"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", command], check=True, timeout=120)
+    program = f"import {names}, torch\n{code}\nfrom deployments.standby.process import is_fit\nprint(is_fit())"
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    found = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    return bool(json.loads(found.stdout.lower()))
+
+
+def test_what_a_replica_imports_leaves_a_process_fit() -> None:
+    assert fit_after("")
+
+
+@pytest.mark.gpu
+def test_a_process_is_unfit_once_its_driver_has_chosen_among_the_gpus() -> None:
+    """Replicas of several GPUs would all be on the first one. Torch does not call itself initialised then."""
+    assert fit_after("")
+    assert not fit_after("assert torch.cuda.is_available() and not torch.cuda.is_initialized()")
+
+
+@pytest.mark.parametrize(("status", "started"), [(process.NOT_INITIALIZED, False), (0, True), (100, True)])
+def test_the_driver_tells_whether_it_has_started(monkeypatch: pytest.MonkeyPatch, status: int, started: bool) -> None:
+    driver = SimpleNamespace(cuDeviceGetCount=lambda count: status)
+    monkeypatch.setattr("ctypes.CDLL", {process.DRIVER: driver}.__getitem__)
+    assert process.driver_has_started() is started
+
+
+def test_a_process_without_a_driver_is_fit() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "DRIVER", "no-such-library.so")
+        assert not process.driver_has_started()
 
 
 def test_replicas_are_started_by_the_launcher_where_there_is_a_pool(
@@ -203,7 +231,7 @@ def test_a_wrong_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_pool_does_not_start_processes_that_are_unfit_again_and_again(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
+    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(pool, "MODULE", "tests.support.no_such_module")
     ended = StandbyPool(folder, 1)
@@ -211,3 +239,5 @@ def test_a_pool_does_not_start_processes_that_are_unfit_again_and_again(
     until(lambda: not ended._waiting)
     ended.stop()
     assert ended._started in (1, 2)  # a spare, too, where the first had ended before
+    assert len(caplog.records) == ended._started
+    assert "has ended before a replica needed it" in caplog.text
