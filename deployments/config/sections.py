@@ -163,7 +163,7 @@ class HealthArgs(Section):
     """A step that takes longer than this counts as stalled: its requests are failed, and Serve restarts the replica."""
     check_period_s: Seconds = 2.0
     """Time between two of Serve's health checks; three failures in a row replace the replica."""
-    check_timeout_s: Seconds = 5.0
+    check_timeout_s: Seconds = 4.0
     """A health check that takes longer has failed."""
     tolerance_nats: float = Field(default=0.02, gt=0, le=10)
     """How far the canary's log-probabilities may differ from those at start-up."""

@@ -25,7 +25,7 @@ from tests.support import toy_model
 
 pytestmark = pytest.mark.slow
 APP = "zombies"
-HEALTH = {"period_s": 5.0, "timeout_s": 5.0, "step_timeout_s": 10.0, "check_period_s": 2.0, "check_timeout_s": 5.0}
+HEALTH = {"period_s": 5.0, "timeout_s": 5.0, "step_timeout_s": 10.0, "check_period_s": 2.0, "check_timeout_s": 4.0}
 PERIODS = 2 * HEALTH["period_s"]
 WHOLE_S = 35.0
 ANSWER_S = 5.0  # of a request that has moved
