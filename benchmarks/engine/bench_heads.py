@@ -2,15 +2,20 @@
 
     python -m benchmarks.engine.bench_heads --model benchmarks/models/qwen3-0.6b --out benchmarks/results
 
-Both sides score the same rows with engines of their own in one process, in turn within a round. Requests have
-one row or 64, without a shared prefix. Weights are random; those below the heads are the same.
+Both sides score the same rows, in turn within a round, with engines in processes of their own: in one process the
+layers of the second model are found behind those of the first at every call of compiled code. Requests have one row or
+64, without a shared prefix. Weights are random; those below the heads are the same.
 """
 
 import argparse
 import asyncio
+import contextlib
+import itertools
+import multiprocessing
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
@@ -64,16 +69,31 @@ async def _seconds(engine: Engine, asked: Sequence[EngineRequest]) -> float:
     return time.perf_counter() - start
 
 
-async def measure(engines: dict[str, Engine], vocab: int, rows: int, rounds: int) -> list[Row]:
+def serve(path: str, head: Literal["lm", "sequence"], slots: int, asked: Connection) -> None:
+    """Runs an engine. Answers its vocabulary, then each pair of rows and a number of rows of a request with the seconds
+    that they took, until it is sent nothing more."""
+    engine = _started(path, head, slots)
+    asked.send(engine.model.vocab_size)
+    try:
+        with contextlib.suppress(EOFError):
+            for turn in itertools.count():
+                rows, each = asked.recv()
+                asked.send(asyncio.run(_seconds(engine, requests(head, rows, each, f"{turn}."))))
+    finally:
+        engine.stop()
+
+
+def measure(engines: Mapping[str, Connection], rows: int, rounds: int) -> list[Row]:
     """Returns a row for each number of rows in a request."""
     found: list[Row] = []
+    vocab = {head: engine.recv() for head, engine in engines.items()}["lm"]
     for each in (1, 64):
         seconds: dict[str, list[float]] = {head: [] for head in engines}
         for turn in range(-1, rounds):  # the first does not count
             ids = [one % vocab for one in workloads.token_lists(rows, ROWS, seed=each + 100 * turn + 100)]
             for head, engine in engines.items():
-                took = await _seconds(engine, requests(head, ids, each, f"{each}.{turn}."))
-                seconds[head] += [took] * (turn >= 0)
+                engine.send((ids, each))
+                seconds[head] += [engine.recv()] * (turn >= 0)
         rates = {head: rows / statistics.median(took) for head, took in seconds.items()}
         ratio = statistics.median(lm / own for lm, own in zip(seconds["lm"], seconds["sequence"], strict=True))
         found.append(
@@ -95,16 +115,13 @@ def main() -> None:
     parser.add_argument("--kv-slots", type=int, default=1 << 16, help="of either engine")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    engines = {
-        "lm": _started(args.model, "lm", args.kv_slots),
-        "sequence": _started(args.model, "sequence", args.kv_slots),
-    }
-    try:
-        vocab = engines["lm"].model.vocab_size
-        rows = asyncio.run(measure(engines, vocab, args.rows, args.rounds))
-    finally:
-        for engine in engines.values():
-            engine.stop()
+    spawn = multiprocessing.get_context("spawn")
+    engines: dict[str, Connection] = {}
+    for head in ("lm", "sequence"):
+        engines[head], other = spawn.Pipe()
+        spawn.Process(target=serve, args=(args.model, head, args.kv_slots, other), daemon=True).start()
+        other.close()
+    rows = measure(engines, args.rows, args.rounds)
     publish(f"heads-{Path(args.model).name}", rows, args.out, f"medians of {args.rounds} rounds, in turn")
 
 
