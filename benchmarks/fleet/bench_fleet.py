@@ -54,6 +54,7 @@ CORES_A_CLIENT = 4
 MAX_CLIENTS = 8
 CORES_AN_INGRESS = 3  # which spends 3 ms of processor time on a request, whatever its size
 MAX_INGRESSES = 12
+SPARE_S = 10.0  # in which the process that waits for a replica has imported what that needs, as in a service that runs
 
 
 @dataclass(kw_only=True)
@@ -108,6 +109,7 @@ def measure(fleet: Fleet, given: argparse.Namespace, record: ResultFile) -> None
     for fault in given.faults:
         with reported(record, f"{workload.name}, one replica {fault}"):
             fleet.deploy(counts[-1], given.start_limit)  # the one before may have left fewer
+            time.sleep(SPARE_S)
             with loads(fleet, given, "http") as load:
                 record.add(struck(fleet, load, workload, next(numbers), fault, given.kill_limit, record.rows))
 
