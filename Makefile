@@ -24,7 +24,7 @@ comma := ,
 # Targets for tests marked gpu stand below these. `make test-gpu PYTHON=python3` takes that interpreter as it is, without an
 # environment of ours: for a machine with GPUs and without a package index. The longest come first: each worker begins at
 # the front of its share.
-GPU_TESTS := tests/on_gpu tests/engine tests/gpu_sampler tests/deployments/standby
+GPU_TESTS := tests/on_gpu tests/engine tests/gpu_sampler
 AS_IT_IS := $(filter command,$(firstword $(origin PYTHON)))
 GPU_RUN := $(if $(AS_IT_IS),$(PYTHON),$(RUN))
 # There pytest may lack plugins whose options we set, and have others: both warn, and warnings are errors.

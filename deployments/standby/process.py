@@ -16,13 +16,15 @@ from deployments.garbage_collection import paused
 from deployments.standby.launcher import TAKEN
 
 # Most of what a replica imports. Ray itself must see the worker's environment when it is imported, and so must the CUDA
-# driver when it starts, as `torch._inductor.compile_fx` makes it do.
+# driver when it starts.
 MODULES: Final = (
     "deployments.replica.make_engine",
     "deployments.observability.replica_metrics",
     "deployments.link.server",
+    "torch._inductor.compile_fx",
     "fastapi",  # by Serve
 )
+COUNTS_WITHOUT_DRIVER: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # torch's modules count GPUs as they are imported
 DRIVER: Final = "libcuda.so.1"
 NOT_INITIALIZED: Final = 3  # CUDA_ERROR_NOT_INITIALIZED
 STANDARD_FILES: Final = 3
@@ -34,6 +36,7 @@ def main(path: Path, modules: Sequence[str] = MODULES) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
+        os.environ.update(COUNTS_WITHOUT_DRIVER)
         with paused():
             for module in modules:
                 importlib.import_module(module)

@@ -16,6 +16,7 @@ from deployments import standby
 from deployments.cli.launch.local_serve import CannotServe, LocalService
 from deployments.standby import launcher, pool, process
 from deployments.standby.pool import StandbyPool, wanted
+from tests.support.standby_fitness import fit_after
 
 QUICK = "tests.support.quick_standby"
 REPORT = """
@@ -147,24 +148,8 @@ def test_a_process_ends_with_the_one_that_started_it(folder: Path) -> None:
     assert not path.exists()
 
 
-def fit_after(code: str) -> bool:
-    """Returns whether a new process is fit that has imported what a replica does, and run some code."""
-    names = ", ".join(process.MODULES)
-    program = f"import {names}, torch\n{code}\nfrom deployments.standby.process import is_fit\nprint(is_fit())"
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    found = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
-    return bool(json.loads(found.stdout.lower()))
-
-
 def test_what_a_replica_imports_leaves_a_process_fit() -> None:
     assert fit_after("")
-
-
-@pytest.mark.gpu
-def test_a_process_is_unfit_once_its_driver_has_chosen_among_the_gpus() -> None:
-    """Replicas of several GPUs would all be on the first one. Torch does not call itself initialised then."""
-    assert fit_after("")
-    assert not fit_after("assert torch.cuda.is_available() and not torch.cuda.is_initialized()")
 
 
 @pytest.mark.parametrize(("status", "started"), [(process.NOT_INITIALIZED, False), (0, True), (100, True)])
