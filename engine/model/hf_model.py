@@ -49,7 +49,7 @@ from engine.model.cuda_graphs.decode import MAX_ATTENDED, DecodeGraphs, graph_me
 from engine.model.cuda_graphs.prefill import PrefillGraphs
 from engine.model.heads.pooling_head import PoolingHead, PoolingModel
 from engine.model.heads.row_pooling import Pooling, pool_rows
-from engine.model.invariant.layers import make_invariant
+from engine.model.invariant.layers import make_invariant, make_pooled_invariant
 from engine.model.lm_head import (
     HeadSpec,
     LogprobQuery,
@@ -205,7 +205,10 @@ class HFModel:
                 proof.run()
         if self._engine.numerics == "invariant":
             with timed("invariance check", progress):
-                self.head = make_invariant(module, self.head, self._engine.token_budget)
+                if self._pooler is None:
+                    self.head = make_invariant(module, self.head, self._engine.token_budget)
+                else:
+                    make_pooled_invariant(module, self._pooler, self._engine.token_budget)
                 proof.run()
                 proof.compare_bits()
         if self._use_skinny_linears(self.probed):
@@ -476,7 +479,9 @@ class HFModel:
         lengths = longest, max(3, longest * 3 // 4), longest // 4
         ids, slots = sequences_of(lengths, self.vocab_size, np.random.default_rng(self._engine.seed))
         table = torch.zeros((3, longest), dtype=torch.int32, device=self.device)
-        compare_bits(self.probed.architecture, self.forward, lengths, ids, slots, table)
+        pooler = self._pooler  # reads each wanted token by itself here, whatever it pools
+        rows = self.forward if pooler is None else lambda *step: pooler(self._hidden(*step))
+        compare_bits(self.probed.architecture, rows, lengths, ids, slots, table)
 
     def _compile(self, model: ProbedModel, run: Callable[[StepSequences], object]) -> None:
         """Compiles the layers and the modules around them. These are recorded first: compiled layers hold no hooks.

@@ -54,10 +54,10 @@ def load_model(model: ModelConfig, engine: EngineConfig, progress: StartupProgre
     with timed("load", progress):
         folder = find_folder(model)
         config = read_config(folder, model.max_model_len, model.head)
+        if engine.numerics == "invariant" and is_encoder(config):
+            raise ValueError("`engine.numerics` must be fast for an encoder. Given: invariant.")
         module: Any = (read_encoder if is_encoder(config) else read_model)(folder, config, model, device)
-        if (head := find_kind(config).head) is not HeadKind.LM:
-            if engine.numerics == "invariant":
-                raise ValueError(f"`engine.numerics` must be fast for a model with a {head} head. Given: invariant.")
+        if find_kind(config).head is not HeadKind.LM:
             headers = None if model.random_weights else read_headers(folder, config)
             module = make_head(module, folder, config, model, headers)
     length = model_length(folder, config, model)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from engine.attention import invariant_backend
 from engine.batch.input_batch import ScheduledSequence, StepKind
@@ -20,13 +21,16 @@ from engine.config import MIN_COMPARED_SLOTS, EngineConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.model import hf_model
 from engine.model.compatibility import UnsupportedModel
+from engine.model.heads.info import HeadInfo, HeadKind
+from engine.model.heads.pooling_head import PoolingHead, PoolingModel
+from engine.model.heads.row_pooling import Pooling
 from engine.model.hf_model import HFModel
 from engine.model.invariant import linear
 from engine.model.invariant.linear import Products, proven, tried_rows
 from engine.model.lm_head import WantedRows
 from engine.model.optimize import fusion_passes
 from engine.model.optimize.compile import compile_layers
-from engine.requests import GenerateRequest, Int32s, ScoreRequest
+from engine.requests import GenerateRequest, Int32s, PoolingRequest, PoolingTask, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 from tests.engine.model.conftest import LENGTH, VOCAB, TinyModels
 from tests.engine.model.stand_in import Replayed, ReplayedPrefill, put_in
@@ -182,6 +186,65 @@ async def compare_scores(name: str, count: int) -> None:
     assert [shuffled[order.index(item)] for item in range(count)] == together
 
 
+def with_head(layers: nn.Module | None = None, pooling: Pooling = Pooling.LAST) -> PoolingModel:
+    """Returns the body of a language model, and a head of three numbers behind it."""
+    body = module_of().base_model
+    torch.manual_seed(3)
+    hidden = body.config.hidden_size
+    made = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, 48), nn.ReLU(), nn.Linear(48, 3))
+    info = HeadInfo(HeadKind.SEQUENCE, 3, ("a", "b", "c"), whole_rows=pooling is Pooling.MEAN)
+    return PoolingModel(body, PoolingHead(info, layers or made, pooling).to(body.device))
+
+
+async def classified(engine: Engine, items: Sequence[int]) -> list[bytes]:
+    """Returns the head's numbers of each item, as bits."""
+    given, head = score(items), engine.model.pooling_head
+    prefix = given.prefix[:0] if head is not None and head.whole_rows else given.prefix
+    found = await engine.pooling(
+        PoolingRequest(request_id="p", prefix=prefix, ids=given.ids, starts=given.starts, task=PoolingTask.CLASSIFY)
+    )
+    assert not found.status.any()
+    return [row.tobytes() for row in found.values]
+
+
+async def compare_classes(count: int, pooling: Pooling = Pooling.LAST) -> None:
+    order = np.random.default_rng(0).permutation(count).tolist()
+    async with started(with_head(pooling=pooling)) as engine:
+        together = await classified(engine, range(count))
+        cached = await classified(engine, range(count))
+        shuffled = await classified(engine, order)
+    async with started(with_head(pooling=pooling)) as engine:
+        alone = [(await classified(engine, [item]))[0] for item in range(count)]
+    assert cached == together and alone == together
+    assert [shuffled[order.index(item)] for item in range(count)] == together
+
+
+@pytest.mark.parametrize("pooling", [Pooling.LAST, pytest.param(Pooling.MEAN, marks=pytest.mark.full)])
+async def test_numbers_of_a_pooling_head_have_the_same_bits(pooling: Pooling) -> None:
+    await compare_classes(6, pooling)
+
+
+@pytest.mark.gpu
+async def test_on_a_gpu_numbers_of_a_pooling_head_have_the_same_bits() -> None:
+    await compare_classes(60)
+    HFModel(with_head(), CONFIG)._compare_bits()
+
+
+def test_a_head_that_follows_the_number_of_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: the last bits of a head's numbers follow the rows of its step."""
+    own = PoolingHead.forward
+    HFModel(with_head(), CONFIG)._compare_bits()
+    monkeypatch.setattr(PoolingHead, "forward", lambda self, rows: own(self, rows) * (1 + 1e-6 * (len(rows) > 8)))
+    with pytest.raises(UnsupportedModel, match="change the bits of its rows"):
+        HFModel(with_head(), CONFIG)._compare_bits()
+
+
+def test_a_head_without_invariant_kernels_is_refused() -> None:
+    hidden = module_of().config.hidden_size
+    with pytest.raises(UnsupportedModel, match=r"Conv1d.*sums by code of its own.*set it to fast"):
+        HFModel(with_head(nn.Conv1d(hidden, 3, 1)), CONFIG)
+
+
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.full)])
 async def test_scores_have_the_same_bits_alone_together_shuffled_cached_and_beside_generations(name: str) -> None:
     await compare_scores(name, 6)
@@ -209,7 +272,7 @@ def as_served(name: str = "qwen3") -> HFModel:
     compile_layers(model.module, model.probed.attentions, backend="aot_eager")
     with torch.no_grad():
         model._decode_graphs = model._capture()
-        model._capture_prefill(model._decode_graphs)
+        model._capture_prefill()
     return model
 
 

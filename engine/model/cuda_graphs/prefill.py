@@ -46,8 +46,8 @@ class PrefillGraphs:
         """
         Args:
             model: Its backend computes attention, here and in eager steps.
-            max_tokens: Of the largest graph.
-            memory: What `graph_memory` made for all graphs of the model.
+            max_tokens: Tokens of the largest graph.
+            memory: From `graph_memory`, for all graphs of the model.
         """
         self._module, self._backend = model.module, cast(CapturableBackend, model.backend)
         self._layer_params, self._memory = layer_params(model), memory

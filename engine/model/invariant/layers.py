@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from engine.model.compatibility import UnsupportedModel
+from engine.model.heads.pooling_head import PoolingHead
 from engine.model.invariant.linear import (
     MOST_COLUMNS,
     InvariantLinear,
@@ -109,18 +110,13 @@ def make_invariant(module: Any, head: HeadSpec | None, most_rows: int) -> Invari
     Raises:
         UnsupportedModel: A layer sums over a row in a way that has no invariant kernel.
     """
-    architecture = type(module).__name__
     if head is None:
-        raise UnsupportedModel(architecture, _refusal("its head is code of its own"))
+        raise UnsupportedModel(type(module).__name__, _refusal("its head is code of its own"))
     own_head = module.get_output_embeddings()
-    make_linears([one for one in module.modules() if type(one) is nn.Linear and one is not own_head], most_rows)
+    make_linears([one for one in _linears(module) if one is not own_head], most_rows)
     products = proven(head.weight[:MOST_COLUMNS], None, most_rows, exact=True)
     make_linear(own_head, products)
-    for name, child in list(module.named_modules()):
-        if _is_rms_norm(child):
-            module.set_submodule(name, _invariant_norm(architecture, name, child))
-    _check_layers(architecture, module)
-    _make_tail_exact(architecture, module)
+    _replace_norms(module)
     return InvariantHead(
         weight=head.weight,
         bias=head.bias,
@@ -129,6 +125,38 @@ def make_invariant(module: Any, head: HeadSpec | None, most_rows: int) -> Invari
         divisor=head.divisor,
         products=products,
     )
+
+
+@torch.no_grad()
+def make_pooled_invariant(body: Any, head: PoolingHead, most_rows: int) -> None:
+    """Replaces the layers of a model without a head, and those of the head that reads its hidden states, in place.
+
+    Args:
+        body: The model, its projections fused or not.
+        head: Its head.
+        most_rows: The most rows of a step.
+
+    Raises:
+        UnsupportedModel: A layer sums over a row in a way that has no invariant kernel.
+    """
+    for part in (body, head):
+        make_linears(_linears(part), most_rows)
+    _replace_norms(body)
+    _check_layers(type(body).__name__, head)
+
+
+def _linears(module: nn.Module) -> list[nn.Linear]:
+    return [one for one in module.modules() if type(one) is nn.Linear]
+
+
+def _replace_norms(module: Any) -> None:
+    """Replaces the norms of a model whose linear layers are replaced; the last one gives float32."""
+    architecture = type(module).__name__
+    for name, child in list(module.named_modules()):
+        if _is_rms_norm(child):
+            module.set_submodule(name, _invariant_norm(architecture, name, child))
+    _check_layers(architecture, module)
+    _make_tail_exact(architecture, module)
 
 
 def _refusal(reason: str) -> str:

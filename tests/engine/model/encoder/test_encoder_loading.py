@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from engine.config import ModelConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.model.encoder.encoder_model import EncoderModel
 from engine.model.encoder.loading import read_encoder
 from engine.model.heads.row_pooling import Pooling
+from engine.model.loader import load_model
 from engine.model.model_folder import BadCheckpoint, ModelNotFound
 
 CPU = torch.device("cpu")
@@ -70,3 +71,9 @@ def test_random_weights_need_no_files(tiny_encoders: Any, tmp_path: Path) -> Non
     assert EncoderModel(read(tmp_path, random_weights=True)).has_head
     with pytest.raises(ModelNotFound):
         read(tmp_path)
+
+
+def test_invariant_numerics_are_refused(tiny_encoders: Any, tmp_path: Path) -> None:
+    tiny_encoders.module("bert").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"`engine\.numerics` must be fast for an encoder\. Given: invariant\."):
+        load_model(ModelConfig(path=tmp_path, device="cpu"), EngineConfig(numerics="invariant"))
