@@ -438,7 +438,8 @@ class HFModel:
             if self.pooling_head is None:
                 with timed("graphs", progress):
                     self._decode_graphs = self._capture()
-            if self._engine.prefill_graph_tokens and (self.head, self.pooling_head) != (None, None):
+            reads_hidden = self.head is not None or self.pooling_head is not None
+            if self._engine.prefill_graph_tokens and reads_hidden:
                 with timed("prefill graphs", progress):
                     self._capture_prefill()
         if self.pooling_head is None:

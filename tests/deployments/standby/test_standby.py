@@ -159,10 +159,9 @@ def test_the_driver_tells_whether_it_has_started(monkeypatch: pytest.MonkeyPatch
     assert process.driver_has_started() is started
 
 
-def test_a_process_without_a_driver_is_fit() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "DRIVER", "no-such-library.so")
-        assert not process.driver_has_started()
+def test_without_a_driver_none_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "DRIVER", "no-such-library.so")
+    assert not process.driver_has_started()
 
 
 def test_replicas_are_started_by_the_launcher_where_there_is_a_pool(
