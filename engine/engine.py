@@ -43,6 +43,7 @@ from engine.scheduler.request_state import (
     Submission,
     item_ends,
 )
+from engine.scheduler.request_tracker import lost
 from gpu_sampler.sampler import Sampler
 from gpu_sampler.sampling_params import SamplingLimits
 from gpu_sampler.startup_progress import StartupProgress
@@ -342,6 +343,8 @@ class Engine:
         """Sends a request to the step thread."""
         self.core.calls.post(lambda: self.core.tracker.add(state))
         self.core.tracker.callers[state.arrival] = state
+        if not self.healthy:  # it has ended since the request was checked, and may have taken its last calls
+            state.results.loop.call_soon(state.results.put, lost(state))
 
     def _leave(self, state: GenerationState | ScoringState) -> None:
         """Notes that the caller waits no more, and cancels a request that has not ended."""

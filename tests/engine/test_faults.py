@@ -58,6 +58,27 @@ async def test_a_device_error_ends_the_engine_permanently(
     assert caught.value.code is ErrorCode.NOT_READY
 
 
+async def test_a_request_that_comes_while_the_thread_ends_is_answered(
+    make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore
+) -> None:
+    """The engine takes it, and the thread takes no more calls."""
+    rig = make_rig()
+    calls = rig.engine.core.calls
+    for submit in (lambda: rig.run(generate_job([1])), lambda: rig.engine.score(score_job([1], [[2]]))):
+        post = calls.post
+
+        def late(call: Callable[[], None], post: Callable[..., None] = post) -> None:
+            calls.post = post
+            rig.engine.stop()
+            post(call)
+
+        calls.post = late
+        (heard,) = await answers(submit())
+        assert (heard.code, heard.admitted) == (ErrorCode.NOT_READY, True)
+        rig.engine.start()
+    assert len((await rig.run(generate_job([1]))).tokens) == 8
+
+
 async def test_an_error_that_the_device_survives_fails_its_step_only(
     make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
