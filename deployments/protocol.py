@@ -223,7 +223,10 @@ class ReplicaService(Protocol):
     """
 
     def begin_rows(self, request: RowsCall, deliver: Callable[[RowsReply], None]) -> RunningCall | Failure:
-        """Starts a scoring request, whose reply, without a load, is given to `deliver` after this has returned."""
+        """Starts a scoring request, whose reply, without a load, is given to `deliver` after this has returned.
+
+        Its arrays may be written to.
+        """
         ...
 
     async def generate(

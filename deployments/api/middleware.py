@@ -346,10 +346,9 @@ def internal_error() -> ApiError:
 def _plain(scope: Scope) -> Scope:
     """Returns the scope as the router takes it: HEAD is GET, and a path has no slash at its end."""
     path = scope["path"]
-    method = "GET" if scope["method"] == "HEAD" else scope["method"]
     if path.endswith("/") and not path.endswith("//") and path != scope.get("root_path", "") + "/":
-        path = path[:-1]
-    return {**scope, "method": method, "path": path}
+        scope = {**scope, "path": path[:-1]}
+    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
 
 class _HeaderSender:

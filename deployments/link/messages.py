@@ -192,7 +192,7 @@ class MessageType(Generic[M]):
     def __init__(self, kind: FrameKind, message: type[M]) -> None:
         self._kind = kind
         self._sent: list[bytes] = []
-        self._received = memoryview(b"")
+        self._received, self._taken = b"", 0  # the arrays of the frame that is decoded, and how many bytes were read
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._put)
         self._decoder = msgspec.msgpack.Decoder(message, dec_hook=self._take)
 
@@ -216,18 +216,18 @@ class MessageType(Generic[M]):
         Raises:
             FrameError: the frame holds no such message.
         """
-        self._received = memoryview(frame.arrays)
+        self._received, self._taken = frame.arrays, 0
         try:
             found: M = self._decoder.decode(frame.message)
-            if len(self._received):
-                raise FrameError(f"The arrays of a frame must be used up. Left: {len(self._received)} bytes.")
+            if left := len(self._received) - self._taken:
+                raise FrameError(f"The arrays of a frame must be used up. Left: {left} bytes.")
             return found
         except FrameError:
             raise
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise FrameError(f"A {self._kind.name} frame must hold its message: {error}") from None
         finally:
-            self._received = memoryview(b"")
+            self._received = b""
 
     def _put(self, value: object) -> tuple[int, ...]:
         if not isinstance(value, np.ndarray):
@@ -244,12 +244,12 @@ class MessageType(Generic[M]):
             if type(length) is not int or not 0 <= length <= MAX_FRAME_BYTES:
                 raise FrameError(f"A length of an array must be in [0, {MAX_FRAME_BYTES}].")
             size *= length
-        if size > len(self._received):
-            raise FrameError(f"An array must fit its frame. Given: {size} bytes of {len(self._received)}.")
-        data, self._received = self._received[:size], self._received[size:]
+        start = self._taken
+        if size > len(self._received) - start:
+            raise FrameError(f"An array must fit its frame. Given: {size} bytes of {len(self._received) - start}.")
+        self._taken = start + size
         # A copy: it may be written to, and does not keep the frame.
-        found = np.frombuffer(data, dtype).copy()
-        return found if len(shape) == 1 else found.reshape(shape)
+        return np.ndarray(shape, dtype, self._received, start).copy()
 
 
 _DTYPES_OF: dict[int, tuple[Any, tuple[np.dtype[Any], int]]] = {}  # by the id of an annotation, which is kept

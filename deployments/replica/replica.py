@@ -195,7 +195,6 @@ class ReplicaServer:
             deliver(_likelihood_reply(result) if isinstance(result, LikelihoodResult) else result)
 
         try:
-            request = with_writable_arrays(request, type(request))
             lease = self._guard.admit(request)
             try:
                 return self.engine.begin_rows(request, replied, lease.release)

@@ -128,31 +128,41 @@ class _Ticket:
 
 
 class _LoadTable:
-    """Repeats in arrays what `_Replica.load` computes from, so that the loads of all replicas are read together."""
+    """Repeats in arrays what `_Replica.load` computes from, so that the loads of all replicas are read together.
+
+    Numbers of a replica that has changed are copied when the table is read: a call changes them three times.
+    """
 
     def __init__(self, replicas: dict[str, _Replica]) -> None:
         self.names = tuple(sorted(replicas))
         self._places = {name: place for place, name in enumerate(self.names)}
         self._total, self._drain, self._when, self._held, self._rate = np.zeros((5, len(self.names)))
         self._silent_at, self._sent_at = np.zeros((2, len(self.names)))
-        for name, replica in replicas.items():
-            self.update(name, replica)
+        self._changed = dict(replicas)
 
-    def update(self, name: str, replica: _Replica) -> None:
-        """Takes over what has changed at a replica."""
-        place = self._places[name]
-        self._total[place], self._held[place] = replica.queues.total, replica.held.total
-        self._drain[place], self._when[place], self._rate[place] = replica.drain, replica.when, replica.rate
-        self._silent_at[place], self._sent_at[place] = replica.silent_at, replica.sent_at
+    def changed(self, name: str, replica: _Replica) -> None:
+        """Notes that a replica has changed."""
+        self._changed[name] = replica
+
+    def _update(self) -> None:
+        for name, replica in self._changed.items():
+            place = self._places[name]
+            self._total[place], self._held[place] = replica.queues.total, replica.held.total
+            self._drain[place], self._when[place], self._rate[place] = replica.drain, replica.when, replica.rate
+            self._silent_at[place], self._sent_at[place] = replica.silent_at, replica.sent_at
+        self._changed.clear()
 
     def silent(self, now: float) -> list[str]:
+        self._update()
         silent = (self._silent_at < now) & (self._sent_at > now - SILENT_S)
         return [self.names[place] for place in silent.nonzero()[0]] if silent.any() else []
 
     def rates(self) -> npt.NDArray[np.float64]:
+        self._update()
         return self._rate.copy()
 
     def loads(self, now: float) -> npt.NDArray[np.float64]:
+        self._update()
         left = now - self._when
         left *= self._drain
         np.subtract(self._total, left, out=left)
@@ -250,7 +260,7 @@ class LoadTracker:
             if found is None:
                 return QueueEstimate(0.0, 0.0, 0)
             queues = found.waiting(self._clock())
-            self._table.update(name, found)
+            self._table.changed(name, found)
             return QueueEstimate(queues.before(*work), found.rate, found.max_tokens, len(queues))
 
     def send(self, name: str, tokens: int, tenant: str = "", priority: int = 0) -> int:
@@ -268,7 +278,7 @@ class LoadTracker:
             if found is not None and not ticket.held:
                 self._take_back(ticket)
                 found.held.add(*ticket.work)
-                self._table.update(ticket.replica, found)
+                self._table.changed(ticket.replica, found)
                 ticket.held = True
 
     def release(self, number: int) -> None:
@@ -296,7 +306,7 @@ class LoadTracker:
             ticket, found = self._tickets.get(number), self._replica_of(number)
             if ticket is not None and found is not None:
                 found.report(load, self._clock())
-                self._table.update(ticket.replica, found)
+                self._table.changed(ticket.replica, found)
 
     def _replica_of(self, number: int) -> _Replica | None:
         ticket = self._tickets.get(number)
@@ -319,7 +329,7 @@ class LoadTracker:
         self._tickets[number] = _Ticket(replica=name, work=work, reports=found.reports if found else 0)
         if found is not None:
             found.add(work, self._clock())
-            self._table.update(name, found)
+            self._table.changed(name, found)
 
     def _take_back(self, ticket: _Ticket) -> None:
         found = self._replicas.get(ticket.replica)
@@ -331,7 +341,7 @@ class LoadTracker:
             found.owed = max(0, found.owed - 1)  # it may have left and come back
             if found.reports == ticket.reports:
                 found.take_back(ticket.work, self._clock())
-        self._table.update(ticket.replica, found)
+        self._table.changed(ticket.replica, found)
 
 
 @functools.cache

@@ -15,8 +15,10 @@ class Refused(Exception):
 try:
     with WithheldOutput(Refused) as output:
         print("output")
-        threading.Thread(target=lambda: print("of a thread", file=sys.stderr)).start()
+        thread = threading.Thread(target=lambda: print("of a thread", file=sys.stderr))
+        thread.start()
         os.system("echo of a process")
+        thread.join()
         {then}
 except Exception as error:
     print("ended by", type(error).__name__)
