@@ -144,7 +144,7 @@ def test_a_step_may_fill_its_graph_and_have_as_many_runs_as_it_takes(
     assert small.replays == [32, 32, 64]  # of sixteen runs none would be left for padding
 
 
-@pytest.mark.full(keep=2)
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("pooling", [None, *Pooling])
 def test_the_numbers_of_a_pooling_head_are_those_of_eager_steps(
