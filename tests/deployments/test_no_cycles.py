@@ -39,8 +39,8 @@ BODIES: dict[str, tuple[str, dict[str, Any], dict[str, str], int]] = {  # path, 
 @pytest.fixture
 def collected() -> Iterator[Callable[[], Counter[str]]]:
     """Returns our own types that wait for the collector, with how many of each, and ends them. Until then all are kept,
-    so that none goes unseen. What was there before the test is not looked at: with all modules loaded a collection of it
-    takes half a second."""
+    so that none goes unseen. What was there before the test is not looked at: with all modules loaded, collecting
+    it takes half a second."""
 
     def found() -> Counter[str]:
         gc.collect()

@@ -1,6 +1,7 @@
 """Small prefill and score steps as graphs: over stand-ins on a CPU against torch, and on a GPU against eager steps."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -144,7 +145,7 @@ def test_a_step_may_fill_its_graph_and_have_as_many_runs_as_it_takes(
     assert small.replays == [32, 32, 64]  # of sixteen runs none would be left for padding
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("pooling", [None, *Pooling])
 def test_the_numbers_of_a_pooling_head_are_those_of_eager_steps(
@@ -160,6 +161,7 @@ def test_the_numbers_of_a_pooling_head_are_those_of_eager_steps(
     monkeypatch.setattr(hf_model, "PrefillGraphs", ReplayedPrefill)
     backend = FlashInferAttention(CPU, torch.float32)
     d = tiny_driver(_with_head(tiny_models.module(name), pooling), backend=backend)
+    monkeypatch.setattr(d.model, "_engine", replace(d.model._engine, prefill_graph_tokens=64))
     with torch.no_grad():
         d.model._capture_prefill()
     eager = tiny_driver(_with_head(tiny_models.module(name), pooling), backend=TorchAttention())
