@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from engine.model.invariant.linear import Products, proven, tried_rows
 from engine.model.lm_head import WantedRows
 from engine.model.optimize import fusion_passes
 from engine.model.optimize.compile import compile_layers
+from engine.model.packing_check import PackingCheck
 from engine.requests import GenerateRequest, Int32s, PoolingRequest, PoolingTask, ScoreRequest
 from gpu_sampler.sampling_params import SamplingParams
 from tests.engine.model.conftest import LENGTH, VOCAB, TinyModels
@@ -46,9 +48,17 @@ TOKENS = 4
 QUERY = 9
 
 
+def make_model(module: Any, config: EngineConfig = CONFIG) -> HFModel:
+    """Makes a model for a test that compares bits itself. Interpreted, the checks of a start take ten seconds."""
+    if not INTERPRETED:
+        return HFModel(module, config)
+    with mock.patch.object(PackingCheck, "run"), mock.patch.object(PackingCheck, "compare_bits"):
+        return HFModel(module, config)
+
+
 @asynccontextmanager
 async def started(module: Any, config: EngineConfig = CONFIG) -> AsyncIterator[Engine]:
-    engine = Engine(HFModel(module, config), config)
+    engine = Engine(make_model(module, config), config)
     engine.start()
     try:
         yield engine
@@ -142,7 +152,7 @@ def test_rows_that_the_last_layer_leaves_out_change_no_bit_of_the_others() -> No
         first += length
     found = []
     for restricts in (True, False):
-        model = HFModel(module_of(), replace(CONFIG, restrict_last_layer=restricts))
+        model = make_model(module_of(), replace(CONFIG, restrict_last_layer=restricts))
         assert any(isinstance(one, WantedRows) for one in model.module.modules()) is restricts
         table = torch.zeros((1, 1), dtype=torch.int32, device=model.device)
         found.append(model.forward(StepKind.SCORE, sequences, table))
