@@ -64,7 +64,11 @@ async def test_a_request_that_comes_while_the_thread_ends_is_answered(
     """The engine takes it, and the thread takes no more calls."""
     rig = make_rig()
     calls = rig.engine.core.calls
-    for submit in (lambda: rig.run(generate_job([1])), lambda: rig.engine.score(score_job([1], [[2]]))):
+    submits: list[Callable[[], Any]] = [
+        lambda: rig.run(generate_job([1])),
+        lambda: rig.engine.score(score_job([1], [[2]])),
+    ]
+    for submit in submits:
         post = calls.post
 
         def late(call: Callable[[], None], post: Callable[..., None] = post) -> None:
