@@ -225,7 +225,7 @@ class ReplicaService(Protocol):
     def begin_rows(self, request: RowsCall, deliver: Callable[[RowsReply], None]) -> RunningCall | Failure:
         """Starts a scoring request, whose reply, without a load, is given to `deliver` after this has returned.
 
-        Its arrays may be written to.
+        The arrays of `request` must be writable, as those of a link's messages are.
         """
         ...
 
