@@ -17,21 +17,23 @@ from engine.attention.plans import AttentionParams, GraphBuffers, GraphDecoder, 
 from engine.batch.input_batch import InputBatch
 from engine.kernels.invariant_attention import (
     BLOCK,
-    CROWDED,
     MAX_DIM,
-    NARROW,
+    SINGLE,
     WIDE,
     Heads,
+    Parts,
+    TileForm,
     Tiles,
     invariant_attention,
-    part_of,
+    parts_of,
+    single_form,
     tokens_of_tile,
 )
 from engine.requests import Int32s
 
 log = logging.getLogger(__name__)
 
-BUSY: Final = 528  # programs that keep a device busy: four on each of 132 multiprocessors
+BUSY: Final = 264  # programs that keep a device busy: two on each of 132 multiprocessors
 MAX_PARTS_BYTES: Final = 1 << 26  # of the partial sums of a step whose contexts are shared among programs
 ALIGNED: Final = 16  # of a stored head dim
 
@@ -43,8 +45,8 @@ class InvariantAttention:
     min_cascade_context: int | None = None
 
     def __init__(self, device: torch.device, max_model_len: int) -> None:
-        self.device, self.max_model_len, self.part = device, max_model_len, part_of(max_model_len)
-        self._narrow: dict[tuple[AttentionParams, torch.dtype], bool] = {}
+        self.device, self.max_model_len, self.parts = device, max_model_len, parts_of(max_model_len)
+        self._alike: dict[tuple[AttentionParams, torch.dtype], bool] = {}
 
     def stored_dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:
         """Returns one dim for both."""
@@ -69,10 +71,8 @@ class InvariantAttention:
         values[:, 0].index_copy_(0, places, v)
 
     def graph_bounds(self, layers: Iterable[AttentionParams], rows: int, longest: int) -> tuple[int, ...]:
-        """Returns the bounds of captured steps; see `CapturableBackend`. Contexts of one part need no programs that
-        wait for each other, where rows are so few that others have several."""
-        several = any(self._programs(params, rows, rows, longest) > 1 for params in layers)
-        return (self.part, longest) if several and longest > self.part else (longest,)
+        """Returns one bound: programs without a part end before they read any key."""
+        return (longest,)
 
     def graph_decoder(self, params: AttentionParams, buffers: GraphBuffers, rows: int, longest: int) -> GraphDecoder:
         """Makes what attends in a captured step of single tokens; see `CapturableBackend`."""
@@ -92,12 +92,9 @@ class InvariantAttention:
         """Returns nothing: a graph names the buffers alone."""
         return None
 
-    def _parts(self, longest: int) -> int:
-        return -(-longest // self.part)
-
     def _programs(self, params: AttentionParams, tokens: int, tiles: int, longest: int) -> int:
         """Returns how many programs share a context: one where their partial sums would be too large."""
-        sums = 4 * self._parts(longest) * tokens * params.heads * params.dim
+        sums = 4 * self.parts.count(longest) * tokens * params.heads * params.dim
         return max(1, BUSY // max(1, tiles * params.kv_heads)) if sums <= MAX_PARTS_BYTES else 1
 
     def run(
@@ -110,25 +107,24 @@ class InvariantAttention:
             params.window if params.window != NO_WINDOW else 0,
         )
         count = len(q) if tiles.first is None else len(tiles.first)
-        parts, programs = self._parts(longest), self._programs(params, len(q), count, longest)
-        crowded = tiles.first is None and count * params.kv_heads >= CROWDED
-        form = NARROW if crowded and self._sums_alike(params, q.dtype, heads) else WIDE
+        programs = self._programs(params, len(q), count, longest)
+        form = WIDE
+        if tiles.first is None and self._sum_alike(params, q.dtype, heads):
+            form = single_form(count * params.kv_heads)
         keys, values = cache
         return invariant_attention(
-            q, keys, values, tiles, heads, part=self.part, parts=parts, programs=programs, form=form, out_THD=out
+            q, keys, values, tiles, heads, parts=self.parts, longest=longest, programs=programs, form=form, out_THD=out
         )
 
-    def _sums_alike(self, params: AttentionParams, dtype: torch.dtype, heads: Heads) -> bool:
-        """Tells whether narrow tiles have been seen to have the bits of wide ones in layers of these parameters. The
-        first step, which is not captured, tries them."""
+    def _sum_alike(self, params: AttentionParams, dtype: torch.dtype, heads: Heads) -> bool:
+        """Tells whether tiles of few rows have been seen to have the bits of wide ones in layers of these parameters.
+        The first step, which is not captured, tries them."""
         key = params, dtype
-        if key not in self._narrow:
-            self._narrow[key] = params.heads // params.kv_heads <= NARROW.rows and narrow_tiles_sum_alike(
-                params, dtype, heads, self.part, self.device
-            )
-            if not self._narrow[key]:
-                log.info("Attention of single tokens has wide tiles: narrow ones round in another way.")
-        return self._narrow[key]
+        if key not in self._alike:
+            self._alike[key] = tiles_sum_alike(params, dtype, heads, self.parts, self.device)
+            if not self._alike[key]:
+                log.info("Attention of single tokens has wide tiles: those of few rows round in another way.")
+        return self._alike[key]
 
 
 class _InvariantStep(PagedStep):
@@ -217,19 +213,23 @@ class _InvariantPrefiller:
         return found if return_lse else out
 
 
-def narrow_tiles_sum_alike(
-    params: AttentionParams, dtype: torch.dtype, heads: Heads, part: int, device: torch.device
+def tiles_sum_alike(
+    params: AttentionParams, dtype: torch.dtype, heads: Heads, parts: Parts, device: torch.device
 ) -> bool:
-    """Returns whether random tokens with contexts of many lengths have the same bits by narrow tiles as by wide ones.
+    """Returns whether random single tokens, with contexts of many lengths, have the same bits by tiles of all forms.
+    Those of few rows take groups of no more heads.
 
     Args:
         params: The layers' heads.
         dtype: The type of queries, keys and values.
         heads: How the layers attend.
-        part: Tokens of a part.
+        parts: Where contexts are cut.
         device: Where.
     """
-    lengths = [*range(1, 2 * BLOCK + 2), part - 1, part, part + 1, 2 * part, 2 * part + BLOCK + 1]
+    if params.heads // params.kv_heads > min(form.rows for form in SINGLE.values()):
+        return False
+    cut = parts.short
+    lengths = [*range(1, 2 * BLOCK + 2), cut - 1, cut, cut + 1, 2 * cut, 2 * cut + BLOCK + 1]
     generator = torch.Generator(device).manual_seed(0)
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     stored = int(ends[-1])
@@ -239,10 +239,12 @@ def narrow_tiles_sum_alike(
     )
     q = torch.randn((len(lengths), params.heads, params.dim), generator=generator, device=device).to(dtype)
     tiles = Tiles(None, None, None, ends.to(device), torch.arange(stored, dtype=torch.int32, device=device))
-    wide, narrow = (
-        invariant_attention(q, keys, values, tiles, heads, part=part, parts=3, form=form) for form in (WIDE, NARROW)
-    )
-    return all(map(torch.equal, wide, narrow))
+
+    def by(form: TileForm) -> tuple[torch.Tensor, torch.Tensor]:
+        return invariant_attention(q, keys, values, tiles, heads, parts=parts, longest=max(lengths), form=form)
+
+    wide = by(WIDE)
+    return all(all(map(torch.equal, wide, by(form))) for form in SINGLE.values())
 
 
 def tiles_between(starts: Int32s, size: int) -> tuple[Int32s, Int32s]:

@@ -3,11 +3,15 @@
     o[t, h] = sum_a w_a v_a,  w = softmax over a of cap(scale q_th . k_a)         cap(z) = softcap tanh(z / softcap)
     lse[t, h] = log2 of the sum over a of e^cap(scale q_th . k_a)
 
-The context of a sequence is cut at fixed positions: in parts of PART tokens, counted from position 0, and each part in
-blocks of BLOCK tokens. A token's part is an online softmax over its blocks in order (Dao et al. 2022,
-"FlashAttention"), and its parts are merged in order. Tokens that it does not see change no bit: a block of them
-adds zeros to its sums and leaves its maximum. So it makes no difference which tokens share its tile, whether its
-context was computed in this step or cached, and in how many chunks.
+The context of a sequence is cut at fixed positions: in parts, counted from position 0, and each part in blocks of BLOCK
+tokens. A token's part is an online softmax over its blocks in order (Dao et al. 2022, "FlashAttention"), and its parts
+are merged in order. Tokens that it does not see change no bit: a block of them adds zeros to its sums and leaves its
+maximum. So it makes no difference which tokens share its tile, whether its context was computed in this step or
+cached, and in how many chunks. The first parts are short: one row's context has several then, which programs share.
+Later ones are longer, because a prompt's tiles merge every part.
+
+Weights are summed by a matrix product with ones. It sums in the order in which the product with the values does,
+however many warps share a tile.
 
 Two launches compute that one sum. With one program a tile, it computes all parts. With several, each computes every so
 many-th part, and the one that ends last merges the parts in order (split KV: Dao et al. 2023, "Flash-Decoding").
@@ -28,10 +32,23 @@ import triton.language as tl
 from engine.kernels.arrivals import arrivals
 from gpu_sampler.kernels.lm_head_logprob import INTERPRETED, LOG2_E
 
-MIN_PART: Final = 384  # tokens; changing it changes bits
 MAX_PARTS: Final = 128  # of a context; changing it changes bits
 BLOCK: Final = 32  # tokens; changing it changes bits
 MAX_DIM: Final = 256
+ONES: tl.constexpr = tl.constexpr(16)  # columns of a product with ones: what matrix instructions take at least
+
+
+class Parts(NamedTuple):
+    """Says where contexts are cut, in multiples of BLOCK. All bits depend on it."""
+
+    short: int = 128  # tokens of the first parts
+    shorts: int = 12  # of these parts
+    long: int = 384  # tokens of those after them; at least `short`
+
+    def count(self, tokens: int) -> int:
+        """Returns the parts of a context."""
+        shorts = min(self.shorts, -(-tokens // self.short))
+        return shorts + max(0, -(-(tokens - self.shorts * self.short) // self.long))
 
 
 class TileForm(NamedTuple):
@@ -43,10 +60,15 @@ class TileForm(NamedTuple):
 
 
 WIDE: Final = TileForm(64, 4, 5)  # what Hopper's matrix instructions take
-# For tiles of one token: a warp alone computes one. It sums in the same order where all matrix instructions of a device
-# sum alike, as Hopper's do. Faster where there are at least CROWDED tiles and groups of heads.
-NARROW: Final = TileForm(16, 1, 4)
-CROWDED: Final = 512
+# For tiles of one token, by how many tiles and groups of heads there are at least: several warps compute one sooner,
+# but with one warp each, more are done. They sum in the order of wide ones where all matrix instructions of a device
+# sum alike, as Hopper's do.
+SINGLE: Final = {0: TileForm(16, 4, 4), 512: TileForm(16, 2, 3), 1024: TileForm(16, 1, 4)}
+
+
+def single_form(tiles: int) -> TileForm:
+    """Returns the form of tiles of one token, of which there are so many, counted by groups of heads."""
+    return next(form for least, form in reversed(SINGLE.items()) if tiles >= least)
 
 
 class Tiles(NamedTuple):
@@ -69,6 +91,18 @@ class Heads(NamedTuple):
 
 
 @triton.jit
+def _parts_before(place, SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr):
+    """Returns how many parts begin before a position."""
+    return tl.minimum(tl.cdiv(place, SHORT), SHORTS + tl.cdiv(place - SHORT * SHORTS, LONG))
+
+
+@triton.jit
+def _begin_of_part(part, SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr):
+    """Returns the position at which a part begins."""
+    return tl.maximum(part * SHORT, SHORT * SHORTS + (part - SHORTS) * LONG)
+
+
+@triton.jit
 def _factor(best, overall):
     """Returns the factor of a sum of largest score `best` in one of largest score `overall`; 0 for an empty sum."""
     return tl.where(best == -float("inf"), 0.0, tl.exp2(best - overall))
@@ -87,51 +121,46 @@ def _merge(best_M, total_M, sum_MD, new_M, new_total_M, new_sum_MD):
 
 
 @triton.jit
-def _attend_part(
-    q_MD, k_pool, v_pool, indices, g, kv_heads, place_M, part, tile_begin, tile_end, scale, softcap, window,
-    D: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    CAPPED: tl.constexpr, UPCAST: tl.constexpr,
+def _attend_block(
+    best_M, total_MO, sum_MD, q_MD, k_pool, v_pool, indices, g, kv_heads, place_M, start, end, scale, softcap, window,
+    D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Returns the largest score, the sum of weights and the weighted sum of values of one part: f32 [M], [M] and
-    [M, D]."""
+    """Returns the largest score, the sum of weights, in each of its columns, and the weighted sum of values of a part
+    up to here: f32 [M], [M, ONES] and [M, D], with the block at `start` in them."""
     at_D, at_C = tl.arange(0, PADDED), tl.arange(0, BLOCK)
-    stored_D = at_D < D
-    best_M = tl.full([ROWS], -float("inf"), tl.float32)
-    total_M = tl.zeros([ROWS], tl.float32)
-    sum_MD = tl.zeros([ROWS, PADDED], tl.float32)
-    for start in range(tl.maximum(part * PART, tile_begin), tl.minimum((part + 1) * PART, tile_end), BLOCK):
-        other_C = start + at_C
-        inside_C = other_C < tile_end
-        slot_C = tl.load(indices + other_C, mask=inside_C, other=0).to(tl.int64)
-        place_CD = (slot_C * kv_heads + g)[:, None] * D + at_D[None, :]
-        there_CD = inside_C[:, None] & stored_D[None, :]
-        k_CD = tl.load(k_pool + place_CD, mask=there_CD, other=0.0)
-        v_CD = tl.load(v_pool + place_CD, mask=there_CD, other=0.0)
-        if UPCAST:
-            k_CD, v_CD = k_CD.to(tl.float32), v_CD.to(tl.float32)
-        z_MC = tl.dot(q_MD, tl.trans(k_CD), input_precision="ieee") * scale
-        if CAPPED:
-            z_MC = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(z_MC * (2.0 * LOG2_E) / softcap)))
-        z_MC = z_MC * LOG2_E
-        seen_MC = inside_C[None, :] & (other_C[None, :] <= place_M[:, None])
-        seen_MC = seen_MC & ((window == 0) | (other_C[None, :] > place_M[:, None] - window))
-        z_MC = tl.where(seen_MC, z_MC, -float("inf"))
-        new_M = tl.maximum(best_M, tl.max(z_MC, axis=1))
-        finite_M = tl.where(new_M == -float("inf"), 0.0, new_M)
-        weight_MC = tl.exp2(z_MC - finite_M[:, None])
-        kept_M = _factor(best_M, finite_M)
-        total_M = tl.fma(total_M, kept_M, tl.sum(weight_MC, axis=1))
-        sum_MD = tl.dot(weight_MC.to(v_CD.dtype), v_CD, sum_MD * kept_M[:, None], input_precision="ieee")
-        best_M = new_M
-    return best_M, total_M, sum_MD
+    other_C = start + at_C
+    inside_C = other_C < end
+    slot_C = tl.load(indices + other_C, mask=inside_C, other=0).to(tl.int64)
+    place_CD = (slot_C * kv_heads + g)[:, None] * D + at_D[None, :]
+    there_CD = inside_C[:, None] & (at_D < D)[None, :]
+    k_CD = tl.load(k_pool + place_CD, mask=there_CD, other=0.0)
+    v_CD = tl.load(v_pool + place_CD, mask=there_CD, other=0.0)
+    if UPCAST:
+        k_CD, v_CD = k_CD.to(tl.float32), v_CD.to(tl.float32)
+    z_MC = tl.dot(q_MD, tl.trans(k_CD), input_precision="ieee") * scale
+    if CAPPED:
+        z_MC = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(z_MC * (2.0 * LOG2_E) / softcap)))
+    z_MC = z_MC * LOG2_E
+    seen_MC = inside_C[None, :] & (other_C[None, :] <= place_M[:, None])
+    seen_MC = seen_MC & ((window == 0) | (other_C[None, :] > place_M[:, None] - window))
+    z_MC = tl.where(seen_MC, z_MC, -float("inf"))
+    new_M = tl.maximum(best_M, tl.max(z_MC, axis=1))
+    finite_M = tl.where(new_M == -float("inf"), 0.0, new_M)
+    weight_MC = tl.exp2(z_MC - finite_M[:, None]).to(v_CD.dtype)
+    kept_M = _factor(best_M, finite_M)
+    ones_CO = tl.full([BLOCK, ONES], 1.0, v_CD.dtype)
+    total_MO = tl.dot(weight_MC, ones_CO, total_MO * kept_M[:, None], input_precision="ieee")
+    sum_MD = tl.dot(weight_MC, v_CD, sum_MD * kept_M[:, None], input_precision="ieee")
+    return new_M, total_MO, sum_MD
 
 
 @triton.jit(do_not_specialize=["window", "T"])
 def _invariant_attention_kernel(
     q, T, q_row, q_head, k_pool, v_pool, tile_sequence, tile_first, qo_indptr, kv_indptr, kv_indices, out, lse, sums,
     of_sums, of_all, arrived, scale, softcap, window,
-    GROUP: tl.constexpr, ROUND_GROUP: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr,
+    GROUP: tl.constexpr, ROUND_GROUP: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, SHORT: tl.constexpr,
+    SHORTS: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+    CAPPED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Attends with one tile of one group of heads. Grid (tiles, G), or with SPLIT (tiles, G, programs): programs
     without a part end immediately.
@@ -150,6 +179,7 @@ def _invariant_attention_kernel(
         softcap: Bounds the scores, if CAPPED.
         window: The last tokens that a token sees; 0: all.
         GROUP: H / G; ROUND_GROUP is the next power of two.
+        SHORT, SHORTS, LONG: See `Parts`.
         UPCAST: Whether the kernel runs in Triton's interpreter, which multiplies fp32 alone.
     """
     tile, g, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -166,7 +196,8 @@ def _invariant_attention_kernel(
     place_M = before + token_M
     tile_end = before + tl.minimum(first + ROWS // ROUND_GROUP, qo_end)
     tile_begin = tl.where(window > 0, tl.maximum(before + first - window + 1, 0) // BLOCK * BLOCK, 0)
-    first_part, end_part = tile_begin // PART, tl.cdiv(tile_end, PART)
+    first_part = _parts_before(tile_begin + 1, SHORT, SHORTS, LONG) - 1
+    end_part = _parts_before(tile_end, SHORT, SHORTS, LONG)
     count = end_part - first_part
     if SPLIT:
         programs = tl.minimum(tl.num_programs(2), count)
@@ -180,21 +211,26 @@ def _invariant_attention_kernel(
     if UPCAST:
         q_MD = q_MD.to(tl.float32)
     indices = kv_indices + kv_begin
-    best_M = tl.full([ROWS], -float("inf"), tl.float32)
-    total_M = tl.zeros([ROWS], tl.float32)
-    sum_MD = tl.zeros([ROWS, PADDED], tl.float32)
+    nothing_M = tl.full([ROWS], -float("inf"), tl.float32)
+    none_MO, none_MD = tl.zeros([ROWS, ONES], tl.float32), tl.zeros([ROWS, PADDED], tl.float32)
+    best_M, total_M, sum_MD = nothing_M, tl.zeros([ROWS], tl.float32), none_MD
+    new_M, new_total_MO, new_sum_MD = nothing_M, none_MO, none_MD  # of a part
     at_head_M = token_M.to(tl.int64) * (kv_heads * GROUP) + own_M
     if SPLIT:
         heads_of_part = tl.cast(T, tl.int64) * (kv_heads * GROUP)
         for part in range(first_part + tl.program_id(2), end_part, programs):
-            new_M, new_total_M, new_sum_MD = _attend_part(
-                q_MD, k_pool, v_pool, indices, g, kv_heads, place_M, part, tile_begin, tile_end, scale, softcap, window,
-                D, PADDED, PART, BLOCK, ROWS, CAPPED, UPCAST,
-            )  # fmt: skip
+            begin = tl.maximum(_begin_of_part(part, SHORT, SHORTS, LONG), tile_begin)
+            end = tl.minimum(_begin_of_part(part + 1, SHORT, SHORTS, LONG), tile_end)
+            new_M, new_total_MO, new_sum_MD = nothing_M, none_MO, none_MD
+            for block in range(tl.cdiv(end - begin, BLOCK)):
+                new_M, new_total_MO, new_sum_MD = _attend_block(
+                    new_M, new_total_MO, new_sum_MD, q_MD, k_pool, v_pool, indices, g, kv_heads, place_M,
+                    begin + block * BLOCK, tile_end, scale, softcap, window, D, PADDED, BLOCK, CAPPED, UPCAST,
+                )  # fmt: skip
             at_part_M = at_head_M + (part - first_part) * heads_of_part
             tl.store(sums + at_part_M[:, None] * PADDED + at_D[None, :], new_sum_MD, mask=there_M[:, None])
             tl.store(of_sums + at_part_M, new_M, mask=there_M)
-            tl.store(of_sums + of_all + at_part_M, new_total_M, mask=there_M)
+            tl.store(of_sums + of_all + at_part_M, tl.max(new_total_MO, axis=1), mask=there_M)
         tl.debug_barrier()  # the parts are written before their program counts as arrived
         if tl.atomic_add(arrived + tile * kv_heads + g, 1, sem="acq_rel") < programs - 1:
             return
@@ -208,12 +244,22 @@ def _invariant_attention_kernel(
                 tl.load(sums + at_part_M[:, None] * PADDED + at_D[None, :], mask=there_M[:, None], other=0.0),
             )  # fmt: skip
     else:
-        for part in range(first_part, end_part):
-            new_M, new_total_M, new_sum_MD = _attend_part(
-                q_MD, k_pool, v_pool, indices, g, kv_heads, place_M, part, tile_begin, tile_end, scale, softcap, window,
-                D, PADDED, PART, BLOCK, ROWS, CAPPED, UPCAST,
+        part = first_part
+        end = _begin_of_part(part + 1, SHORT, SHORTS, LONG)
+        for block in range(tl.cdiv(tile_end - tile_begin, BLOCK)):  # of all parts: loads run ahead from one to the next
+            start = tile_begin + block * BLOCK
+            if start == end:
+                new_total_M = tl.max(new_total_MO, axis=1)
+                best_M, total_M, sum_MD = _merge(best_M, total_M, sum_MD, new_M, new_total_M, new_sum_MD)
+                new_M, new_total_MO, new_sum_MD = nothing_M, none_MO, none_MD
+                part += 1
+                end = _begin_of_part(part + 1, SHORT, SHORTS, LONG)
+            new_M, new_total_MO, new_sum_MD = _attend_block(
+                new_M, new_total_MO, new_sum_MD, q_MD, k_pool, v_pool, indices, g, kv_heads, place_M, start, tile_end,
+                scale, softcap, window, D, PADDED, BLOCK, CAPPED, UPCAST,
             )  # fmt: skip
-            best_M, total_M, sum_MD = _merge(best_M, total_M, sum_MD, new_M, new_total_M, new_sum_MD)
+        new_total_M = tl.max(new_total_MO, axis=1)
+        best_M, total_M, sum_MD = _merge(best_M, total_M, sum_MD, new_M, new_total_M, new_sum_MD)
     whole_MD = (sum_MD / total_M[:, None]).to(out.dtype.element_ty)
     tl.store(out + at_head_M[:, None] * D + at_D[None, :], whole_MD, mask=stored_MD)
     tl.store(lse + at_head_M, best_M + tl.log2(total_M), mask=there_M)
@@ -225,9 +271,12 @@ def tokens_of_tile(heads: int, kv_heads: int) -> int:
     return tokens
 
 
-def part_of(max_model_len: int) -> int:
-    """Returns the tokens of a part, which a model's longest context decides: a multiple of BLOCK."""
-    return max(MIN_PART, -(-max_model_len // (MAX_PARTS * BLOCK)) * BLOCK)
+def parts_of(max_model_len: int) -> Parts:
+    """Returns where contexts are cut, which a model's longest decides: into MAX_PARTS parts at most."""
+    parts = Parts()
+    longs = MAX_PARTS - parts.shorts
+    rest = max_model_len - parts.shorts * parts.short
+    return parts._replace(long=max(parts.long, -(-rest // (longs * BLOCK)) * BLOCK))
 
 
 def invariant_attention(
@@ -237,8 +286,8 @@ def invariant_attention(
     tiles: Tiles,
     heads: Heads,
     *,
-    part: int = MIN_PART,
-    parts: int = MAX_PARTS,
+    parts: Parts,
+    longest: int,
     programs: int = 1,
     form: TileForm = WIDE,
     out_THD: torch.Tensor | None = None,
@@ -253,8 +302,8 @@ def invariant_attention(
         values: [slots, 1, G, D], likewise.
         tiles: The step's; a token is in one tile.
         heads: How the layer attends.
-        part: Tokens of a part, a multiple of BLOCK. It decides bits, so that it must be the same for all steps.
-        parts: The maximum of parts of a context of this step. No bit depends on it, nor on `programs`.
+        parts: Where contexts are cut; the same for all steps.
+        longest: Tokens that a sequence of this step attends to at most. No bit depends on it, nor on `programs`.
         programs: How many share a tile's context: few tokens want several, to fill the device.
         form: How tiles are computed, those with more than one token by `WIDE`.
         out_THD: Where the result goes; None: new memory.
@@ -271,17 +320,19 @@ def invariant_attention(
     lse = torch.empty((tokens, query_heads), device=device)
     count = len(tiles.kv_indptr) - 1 if tiles.first is None else len(tiles.first)
     group, padded = query_heads // kv_heads, max(16, triton.next_power_of_2(dim))
-    programs = min(programs, parts)
+    most = parts.count(longest)
+    programs = min(programs, most)
     if count:
-        shape = (parts, tokens, query_heads) if programs > 1 else (0,)
+        shape = (most, tokens, query_heads) if programs > 1 else (0,)
         sums = torch.empty((*shape, padded), device=device)
         of_sums = torch.empty((2, *shape), device=device)
         grid = (count, kv_heads, programs) if programs > 1 else (count, kv_heads)
         _invariant_attention_kernel[grid](
             q_THD, tokens, q_THD.stride(0), q_THD.stride(1), keys, values, *tiles, out, lse, sums, of_sums,
-            parts * tokens * query_heads, arrivals(device, count * kv_heads), *heads, GROUP=group,
-            ROUND_GROUP=triton.next_power_of_2(group), D=dim, PADDED=padded, PART=part, BLOCK=BLOCK, ROWS=form.rows,
-            SPLIT=programs > 1, CAPPED=heads.softcap != 0.0, UPCAST=INTERPRETED,
+            most * tokens * query_heads, arrivals(device, count * kv_heads), *heads, GROUP=group,
+            ROUND_GROUP=triton.next_power_of_2(group), D=dim, PADDED=padded, SHORT=parts.short, SHORTS=parts.shorts,
+            LONG=parts.long, BLOCK=BLOCK, ROWS=form.rows, SPLIT=programs > 1, CAPPED=heads.softcap != 0.0,
+            UPCAST=INTERPRETED,
             enable_fp_fusion=False, num_warps=form.warps, num_stages=form.stages,
         )  # fmt: skip
     return out, lse

@@ -7,18 +7,19 @@ import pytest
 import torch
 
 from engine.attention import invariant_backend
-from engine.attention.invariant_backend import InvariantAttention, narrow_tiles_sum_alike
+from engine.attention.invariant_backend import InvariantAttention, tiles_sum_alike
 from engine.attention.plans import AttentionParams
 from engine.kernels import invariant_attention as attention_kernel
 from engine.kernels.invariant_attention import (
     BLOCK,
-    NARROW,
+    SINGLE,
     WIDE,
     Heads,
+    Parts,
     TileForm,
     Tiles,
     invariant_attention,
-    part_of,
+    parts_of,
     tokens_of_tile,
 )
 from engine.kernels.invariant_gemm import EXACT_TILES, MANY, SMALL, TILES, bf16_terms, invariant_gemm
@@ -27,7 +28,7 @@ from tests.support import layer_kernels as reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-17, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
-PART = 2 * BLOCK
+PARTS = Parts(BLOCK, 2, 2 * BLOCK)
 HALVES = slice(400), slice(400, 800)
 
 
@@ -173,7 +174,7 @@ class Case(NamedTuple):
 
 
 def case(dtype: torch.dtype, device: str, heads: int = 6, kv_heads: int = 2, dim: int = 20) -> Case:
-    lengths, new = (2 * PART + 70, 3, BLOCK), (90, 3, 1)
+    lengths, new = (4 * BLOCK + 70, 3, BLOCK), (90, 3, 1)
     slots = sum(lengths) + 1
     keys, values = (normal((slots, 1, kv_heads, dim), seed, dtype, device) for seed in (9, 10))
     indices = np.random.default_rng(11).permutation(np.arange(1, slots)).astype(np.int32)
@@ -184,11 +185,11 @@ def attend(
     given: Case, sequences: list[tuple[int, int, int]], heads: Heads, programs: int = 1, form: TileForm = WIDE
 ) -> torch.Tensor:
     q = torch.cat([given.rows(*one) for one in sequences])
-    parts = -(-max(length for _, length, _ in sequences) // PART)
+    longest = max(length for _, length, _ in sequences)
     tiles, pool = given.tiles(sequences), (given.keys, given.values)
     if all(new == 1 for _, _, new in sequences):
         tiles = tiles._replace(sequence=None, first=None, qo_indptr=None)
-    return invariant_attention(q, *pool, tiles, heads, part=PART, parts=parts, programs=programs, form=form)[0]
+    return invariant_attention(q, *pool, tiles, heads, parts=PARTS, longest=longest, programs=programs, form=form)[0]
 
 
 LAYERS = (Heads(0.3), Heads(0.3, window=70), Heads(0.3, softcap=5.0), Heads(0.3, 5.0, 3))
@@ -201,8 +202,9 @@ def test_attention_is_that_of_the_reference(heads: Heads, dtype: torch.dtype, de
     sequences = [(s, given.lengths[s], given.new[s]) for s in range(3)]
     found = attend(given, sequences, heads)
     assert torch.equal(attend(given, sequences, heads, programs=2), found)
-    last = attend(given, [(s, length, 1) for s, length, _ in sequences], heads, form=NARROW)
-    torch.testing.assert_close(last, found[np.cumsum(given.new) - 1], rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
+    for form in SINGLE.values():
+        last = attend(given, [(s, length, 1) for s, length, _ in sequences], heads, form=form)
+        torch.testing.assert_close(last, found[np.cumsum(given.new) - 1], rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
     row = 0
     for s, length, new in sequences:
         own = given.indices[sum(given.lengths[:s]) :][:length]
@@ -237,55 +239,54 @@ def test_parts_that_follow_the_length_are_found(device: str, monkeypatch: pytest
     """The planted fault: a context is cut in as many parts as there are programs, as split-KV kernels do."""
     given = case(torch.float32, device)
     whole = attend(given, [(0, given.lengths[0], given.new[0])], LAYERS[0])
-    monkeypatch.setattr("tests.gpu_sampler.kernels.test_invariant_kernels.PART", BLOCK)
+    monkeypatch.setattr("tests.gpu_sampler.kernels.test_invariant_kernels.PARTS", Parts(BLOCK, 4, 2 * BLOCK))
     alone = attend(given, [(0, given.lengths[0], 1)], LAYERS[0])
     assert not torch.equal(alone, whole[-1:])
 
 
 @pytest.mark.parametrize("off", [0.0, 2.0**-8])
-def test_many_single_tokens_have_narrow_tiles_where_these_have_the_same_bits(
+def test_single_tokens_have_tiles_of_few_rows_where_these_have_the_same_bits(
     off: float, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted fault: narrow tiles round in another way."""
+    """The planted fault: one form of them rounds in another way."""
     forms: list[TileForm] = []
     given = case(torch.bfloat16, device)
     heads, kv_heads, dim = given.q.shape[1], given.keys.shape[2], given.q.shape[2]
+    few, several, many = SINGLE.values()
 
     def noting(*args: Any, form: TileForm, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         forms.append(form)
         wide, lse = invariant_attention(*args, **more)
-        return wide + off * (form is NARROW), lse
+        return wide + off * (form is many), lse
 
     monkeypatch.setattr(invariant_backend, "invariant_attention", noting)
-    monkeypatch.setattr(invariant_backend, "CROWDED", 3 * kv_heads)
+    monkeypatch.setattr(attention_kernel, "SINGLE", {0: few, 2 * kv_heads: several, 3 * kv_heads: many})
     backend = InvariantAttention(torch.device(device), 500)
     params = AttentionParams(heads, kv_heads, dim, -1, 0.0, 0.3)
     tiles = given.tiles([(s, given.lengths[s], 1) for s in range(3)])
     single = tiles._replace(sequence=None, first=None, qo_indptr=None)
     q, out = given.q[:3], torch.empty_like(given.q[:3])
-    for _ in range(2):
-        backend.run(params, single, 300, q, (given.keys, given.values), out)
-    backend.run(params, single._replace(kv_indptr=tiles.kv_indptr[:3]), 300, q[:2], (given.keys, given.values), out[:2])
+    for rows in (3, 2, 1):
+        some = single._replace(kv_indptr=tiles.kv_indptr[: rows + 1])
+        backend.run(params, some, 300, q[:rows], (given.keys, given.values), out[:rows])
     backend.run(params, tiles, 300, q, (given.keys, given.values), out)
-    crowded = WIDE if off else NARROW
-    assert forms == [WIDE, NARROW, crowded, crowded, WIDE, WIDE]
+    assert forms == [WIDE, few, several, many, *((WIDE,) * 3 if off else (many, several, few)), WIDE]
 
 
-def test_short_contexts_have_a_captured_step_of_their_own_where_longer_ones_are_shared(device: str) -> None:
-    backend = InvariantAttention(torch.device(device), 40_960)
-    params = AttentionParams(16, 8, 128, -1, 0.0, 0.3)
-    both = backend.part, 40_960
-    assert [backend.graph_bounds([params], rows, 40_960) for rows in (2, 32)] == [both, both]
-    assert backend.graph_bounds([params], 64, 40_960) == (40_960,)
-    assert backend.graph_bounds([params], 2, backend.part) == (backend.part,)
-    large = params._replace(heads=64)  # 112 MB of partial sums
-    assert backend.graph_bounds([large], 32, 40_960) == (40_960,)
+def test_single_tokens_of_many_heads_a_group_have_wide_tiles(device: str) -> None:
+    heads = Heads(0.3)
+    backend = InvariantAttention(torch.device(device), 500)
+    assert not tiles_sum_alike(AttentionParams(34, 2, 16, -1, 0.0, 0.3), torch.float32, heads, PARTS, backend.device)
 
 
 def test_parts_are_whole_blocks_and_few() -> None:
-    for longest in (1, 512, 16_384, 16_385, 40_960, 131_072):
-        part = part_of(longest)
-        assert part % BLOCK == 0 and -(-longest // part) <= attention_kernel.MAX_PARTS
+    for longest in (1, 512, 16_384, 16_385, 40_960, 50_000, 131_072):
+        parts = parts_of(longest)
+        assert parts.short % BLOCK == parts.long % BLOCK == 0 and parts.long >= parts.short
+        assert parts.count(longest) <= attention_kernel.MAX_PARTS
+    assert [PARTS.count(tokens) for tokens in (0, 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 4 * BLOCK, 200)] == [
+        0, 1, 1, 2, 2, 3, 3, 5
+    ]  # fmt: skip
 
 
 # On a GPU, at served sizes
@@ -330,12 +331,13 @@ def test_served_attention_keeps_its_bits(heads: int, kv_heads: int, dim: int, la
         for programs in (1, 2, 3):
             alone = attend(given, [(0, longest - new + last, 1)], layer, programs)
             assert torch.equal(alone, together[last - 1 : last])
-        assert torch.equal(attend(given, [(0, longest - new + last, 1)], layer, form=NARROW), together[last - 1 : last])
+        for form in SINGLE.values():
+            assert torch.equal(attend(given, [(0, longest - new + last, 1)], layer, 1, form), together[last - 1 : last])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (6, 2, 80), (8, 8, 64)])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_warp_alone_sums_as_four_do(heads: int, kv_heads: int, dim: int, layer: Heads) -> None:
+def test_tiles_of_all_forms_sum_alike(heads: int, kv_heads: int, dim: int, layer: Heads) -> None:
     given = AttentionParams(heads, kv_heads, dim, layer.window, layer.softcap, layer.scale)
-    assert narrow_tiles_sum_alike(given, torch.bfloat16, layer, 384, torch.device("cuda"))
+    assert tiles_sum_alike(given, torch.bfloat16, layer, Parts(), torch.device("cuda"))
