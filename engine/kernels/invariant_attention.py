@@ -67,7 +67,7 @@ SINGLE: Final = {0: TileForm(16, 4, 4), 512: TileForm(16, 2, 3), 1024: TileForm(
 
 
 def single_form(tiles: int) -> TileForm:
-    """Returns the form of tiles of one token, of which there are so many, counted by groups of heads."""
+    """Returns the form of tiles of one token; `tiles` counts them once for each group of heads."""
     return next(form for least, form in reversed(SINGLE.items()) if tiles >= least)
 
 
