@@ -3,8 +3,9 @@
     python -m benchmarks.engine.bench_heads --model benchmarks/models/qwen3-0.6b --out benchmarks/results
 
 Both sides score the same rows, in turn within a round, with engines in processes of their own: in one process the
-layers of the second model are found behind those of the first at every call of compiled code. Requests have one row or
-64, without a shared prefix. Weights are random; those below the heads are the same.
+layers of the second model are found behind those of the first at every call of compiled code. The first one of a round
+finds a device that has rested, which may have a higher clock for it: each side is first in every other round. Requests
+have one row or 64, without a shared prefix. Weights are random; those below the heads are the same.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from engine.model.loader import load_model
 from engine.requests import EngineRequest, Int32s, PoolingRequest, PoolingTask, ScoreRequest
 
 MODEL = "benchmarks/models/qwen3-0.6b"
-ROUNDS = 5
+ROUNDS = 6
 ROWS = 128  # tokens of each
 EMPTY = np.zeros(0, np.int32)
 LABELS = np.array([5, 7], np.int32)
@@ -91,9 +92,9 @@ def measure(engines: Mapping[str, Connection], rows: int, rounds: int) -> list[R
         seconds: dict[str, list[float]] = {head: [] for head in engines}
         for turn in range(-1, rounds):  # the first does not count
             ids = [one % vocab for one in workloads.token_lists(rows, ROWS, seed=each + 100 * turn + 100)]
-            for head, engine in engines.items():
-                engine.send((ids, each))
-                seconds[head] += [engine.recv()] * (turn >= 0)
+            for head in sorted(engines, reverse=turn % 2 == 1):
+                engines[head].send((ids, each))
+                seconds[head] += [engines[head].recv()] * (turn >= 0)
         rates = {head: rows / statistics.median(took) for head, took in seconds.items()}
         ratio = statistics.median(lm / own for lm, own in zip(seconds["lm"], seconds["sequence"], strict=True))
         found.append(
