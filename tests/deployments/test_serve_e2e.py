@@ -271,15 +271,19 @@ async def test_a_client_that_leaves_before_its_answer_frees_everything(service: 
     await service.settled()
     before = await service.total("assay_tokens_total", kind="generated")
     body = {"prompt": PROMPT, "max_tokens": 900, "n": 8, "ignore_eos": True}
-    call = asyncio.create_task(service.post("/v1/completions", body))
-    async with asyncio.timeout(10):
-        while not await service.total("assay_running_sequences"):
-            await asyncio.sleep(0)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
+    asked = 0
+    async with asyncio.timeout(60):
+        while True:  # on a busy machine all of an answer may be there before the gauge
+            asked += 1
+            call = asyncio.create_task(service.post("/v1/completions", body))
+            while not call.done() and not await service.total("assay_running_sequences"):
+                await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.wait([call])
+            if call.cancelled():
+                break
     await service.settled()
-    assert await service.total("assay_tokens_total", kind="generated") - before < 8 * 900
+    assert await service.total("assay_tokens_total", kind="generated") - before < asked * 8 * 900
 
 
 @pytest.mark.risk(
