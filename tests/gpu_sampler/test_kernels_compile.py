@@ -85,7 +85,8 @@ SWITCHES |= {  # of rows that keep their bits in any step
     "engine.kernels.rms_norm._rms_norm_kernel": (("ROUND_FIRST",), {"N": 1000, "BLOCK": 1024}),
     "engine.kernels.invariant_attention._invariant_attention_kernel": (
         ("SPLIT", "CAPPED"),
-        {"GROUP": 3, "ROUND_GROUP": 4, "D": 80, "PADDED": 128, "PART": 384, "BLOCK": 32, "ROWS": 64, "UPCAST": False},
+        {"GROUP": 3, "ROUND_GROUP": 4, "D": 80, "PADDED": 128, "ROWS": 64, "UPCAST": False}
+        | {"SHORT": 128, "SHORTS": 12, "LONG": 384, "BLOCK": 32},
     ),
 }
 SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}
