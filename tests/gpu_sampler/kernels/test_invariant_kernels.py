@@ -273,10 +273,9 @@ def test_single_tokens_have_tiles_of_few_rows_where_these_have_the_same_bits(
     assert forms == [WIDE, few, several, many, *((WIDE,) * 3 if off else (many, several, few)), WIDE]
 
 
-def test_single_tokens_of_many_heads_a_group_have_wide_tiles(device: str) -> None:
-    heads = Heads(0.3)
-    backend = InvariantAttention(torch.device(device), 500)
-    assert not tiles_sum_alike(AttentionParams(34, 2, 16, -1, 0.0, 0.3), torch.float32, heads, PARTS, backend.device)
+def test_groups_of_many_heads_have_wide_tiles_alone(device: str) -> None:
+    seventeen = AttentionParams(34, 2, 16, -1, 0.0, 0.3)
+    assert not tiles_sum_alike(seventeen, torch.float32, Heads(0.3), PARTS, torch.device(device))
 
 
 def test_parts_are_whole_blocks_and_few() -> None:
