@@ -125,8 +125,8 @@ def _attend_block(
     best_M, total_MO, sum_MD, q_MD, k_pool, v_pool, indices, g, kv_heads, place_M, start, end, scale, softcap, window,
     D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Adds the block at `start` to a part. Returns the part's largest score, f32 [M]; its sum of weights, in each column
-    of f32 [M, ONES]; and its weighted sum of values, f32 [M, D]."""
+    """Adds the block at `start` to a part. Returns the part's largest score, f32 [M]; its sum of weights, in each
+    column of f32 [M, ONES]; and its weighted sum of values, f32 [M, D]."""
     at_D, at_C = tl.arange(0, PADDED), tl.arange(0, BLOCK)
     other_C = start + at_C
     inside_C = other_C < end
