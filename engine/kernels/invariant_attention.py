@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.arrivals import arrivals
+from gpu_sampler.kernels.common import launch_dependents, pdl_options, wait_for_previous
 from gpu_sampler.kernels.lm_head_logprob import INTERPRETED, LOG2_E
 
 MAX_PARTS: Final = 128  # of a context; changing it changes bits
@@ -160,7 +161,7 @@ def _invariant_attention_kernel(
     of_sums, of_all, arrived, scale, softcap, window,
     GROUP: tl.constexpr, ROUND_GROUP: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, SHORT: tl.constexpr,
     SHORTS: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
-    CAPPED: tl.constexpr, UPCAST: tl.constexpr,
+    CAPPED: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attends with one tile of one group of heads. Grid (tiles, G), or with SPLIT (tiles, G, programs): programs
     without a part end immediately.
@@ -182,6 +183,7 @@ def _invariant_attention_kernel(
         SHORT, SHORTS, LONG: See `Parts`.
         UPCAST: Whether the kernel runs in Triton's interpreter, which multiplies fp32 alone.
     """
+    wait_for_previous(PDL)
     tile, g, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     if tile_sequence is None:
         sequence, first, qo_end = tile, tile, tile + 1
@@ -231,6 +233,7 @@ def _invariant_attention_kernel(
             tl.store(sums + at_part_M[:, None] * PADDED + at_D[None, :], new_sum_MD, mask=there_M[:, None])
             tl.store(of_sums + at_part_M, new_M, mask=there_M)
             tl.store(of_sums + of_all + at_part_M, tl.max(new_total_MO, axis=1), mask=there_M)
+        launch_dependents(PDL)
         tl.debug_barrier()  # the parts are written before their program counts as arrived
         if tl.atomic_add(arrived + tile * kv_heads + g, 1, sem="acq_rel") < programs - 1:
             return
@@ -258,6 +261,7 @@ def _invariant_attention_kernel(
                 new_M, new_total_MO, new_sum_MD, q_MD, k_pool, v_pool, indices, g, kv_heads, place_M, start, tile_end,
                 scale, softcap, window, D, PADDED, BLOCK, CAPPED, UPCAST,
             )  # fmt: skip
+        launch_dependents(PDL)  # not sooner: waiting programs would stand between these
         new_total_M = tl.max(new_total_MO, axis=1)
         best_M, total_M, sum_MD = _merge(best_M, total_M, sum_MD, new_M, new_total_M, new_sum_MD)
     whole_MD = (sum_MD / total_M[:, None]).to(out.dtype.element_ty)
@@ -334,6 +338,7 @@ def invariant_attention(
             LONG=parts.long, BLOCK=BLOCK, ROWS=form.rows, SPLIT=programs > 1, CAPPED=heads.softcap != 0.0,
             UPCAST=INTERPRETED,
             enable_fp_fusion=False, num_warps=form.warps, num_stages=form.stages,
+            **pdl_options(),
         )  # fmt: skip
     return out, lse
 

@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu_sampler.kernels.common import launch_dependents, pdl_options, wait_for_previous
 from gpu_sampler.kernels.lm_head_logprob import FLOATS, INTERPRETED
 
 GROUP: Final = 8  # tiles of rows that share the columns of a weight in cache
@@ -68,6 +69,7 @@ def _invariant_gemm_kernel(
     x, weight, bias, residual, out, M, N, K, x_row, x_term,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
     PARTS: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile. Grid (tiles of rows x tiles of columns), GROUP tiles of rows side by side.
 
@@ -94,6 +96,8 @@ def _invariant_gemm_kernel(
         sum_MN = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
         sum_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     for start in range(0, K, DEPTH):
         at_K = start + tl.arange(0, DEPTH)
         inside_K = at_K < K
@@ -123,7 +127,7 @@ def _invariant_gemm_kernel(
 
 
 @triton.jit
-def _terms_kernel(x, terms, x_row, x_term, K, TERMS: tl.constexpr, COPIED: tl.constexpr):
+def _terms_kernel(x, terms, x_row, x_term, K, TERMS: tl.constexpr, COPIED: tl.constexpr, PDL: tl.constexpr):
     """Cuts a part of a row into terms. Grid (M, parts).
 
     Args:
@@ -132,6 +136,8 @@ def _terms_kernel(x, terms, x_row, x_term, K, TERMS: tl.constexpr, COPIED: tl.co
     """
     row, at_K = tl.program_id(0).to(tl.int64), tl.program_id(1) * COPIED + tl.arange(0, COPIED)
     inside_K = at_K < K
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     rest_K = tl.load(x + row * x_row + at_K, mask=inside_K, other=0.0)
     for part in tl.static_range(TERMS):
         term_K = rest_K.to(tl.bfloat16)
@@ -201,6 +207,7 @@ def invariant_gemm(
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, DEPTH=tile.depth, GROUP=GROUP, FEW=tile.few, PARTS=len(terms),
             BIASED=bias is not None, ADDED=residual is not None, PRECISION="ieee" if INTERPRETED else "tf32x3",
             UPCAST=INTERPRETED, enable_fp_fusion=False, num_warps=tile.warps, num_stages=tile.stages,
+            **pdl_options(),
         )  # fmt: skip
     return out.view(*x.shape[:-1], columns)
 
@@ -210,7 +217,7 @@ def bf16_terms(x: torch.Tensor) -> torch.Tensor:
     rows, width = x.shape
     terms = torch.empty((TERMS, rows, width), dtype=torch.bfloat16, device=x.device)
     grid = rows, -(-width // COPIED)
-    _terms_kernel[grid](x, terms, x.stride(0), rows * width, width, TERMS=TERMS, COPIED=COPIED)
+    _terms_kernel[grid](x, terms, x.stride(0), rows * width, width, TERMS=TERMS, COPIED=COPIED, **pdl_options())
     return terms
 
 

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu_sampler.kernels.common import launch_dependents, pdl_options, wait_for_previous
 from gpu_sampler.kernels.lm_head_logprob import BF16, INTERPRETED, finished
 
 DIMS: Final = (16, 32, 64, 128, 256)
@@ -65,7 +66,7 @@ def _norm_rope_heads(source_N, to_N, norm, cos_N, sin_N, there_N, eps, D: tl.con
 @triton.jit(do_not_specialize=["T"])
 def _qk_norm_rope_kernel(
     q, k, v, q_row, k_row, v_row, cos, sin, cos_row, sin_row, q_norm, k_norm, eps, slots, out, k_pool, v_pool, T,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes one head of TOKENS tokens. Grid (parts of T, H + 2 G): query heads, then keys, then values.
 
@@ -83,6 +84,8 @@ def _qk_norm_rope_kernel(
         k_pool: [slots, 1, G, D] of q's type, contiguous, written; `v_pool` alike.
         UPCAST: Whether the kernel runs in Triton's interpreter, which cannot round to bf16.
     """
+    wait_for_previous(PDL)
+    launch_dependents(PDL)  # not sooner, or attention's programs crowd beside the product in front
     at_N, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
     there_N, t_N = at_N < T, at_N.to(tl.int64)
     cos_N, sin_N = cos + t_N * cos_row, sin + t_N * sin_row
@@ -141,6 +144,7 @@ def qk_norm_rope(
             q_THD, k_TGD, v_TGD, q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0), cos, sin, cos.stride(0),
             sin.stride(0), rotation.q_norm_D, rotation.k_norm_D, rotation.eps, slots_T, out, keys, values,
             tokens, H=heads, G=kv_heads, D=dim, TOKENS=together, UPCAST=INTERPRETED, num_warps=together,
+            **pdl_options(),
         )  # fmt: skip
     return out
 

@@ -13,13 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu_sampler.kernels.common import launch_dependents, pdl_options, wait_for_previous
+
 A_WARP: Final = 256  # numbers of a row that a warp sums, up to 8 warps; changing it changes bits
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x, weight, out, x_row, eps, added, N: tl.constexpr, BLOCK: tl.constexpr, ROUND_FIRST: tl.constexpr
-):
+    x, weight, out, x_row, eps, added, N: tl.constexpr, BLOCK: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Normalises one row. Grid (M).
 
     Args:
@@ -32,8 +35,10 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     at_N = tl.arange(0, BLOCK)
     inside_N = at_N < N
+    launch_dependents(PDL)
+    w_N = tl.load(weight + at_N, mask=inside_N, other=0.0).to(tl.float32) + added  # beside the wait, not behind the sum
+    wait_for_previous(PDL)
     x_N = tl.load(x + row * x_row + at_N, mask=inside_N, other=0.0).to(tl.float32)
-    w_N = tl.load(weight + at_N, mask=inside_N, other=0.0).to(tl.float32) + added  # beside x, not behind the sum
     scale = 1.0 / tl.sqrt(tl.sum(x_N * x_N, axis=0) / N + eps)
     y_N = x_N * scale
     if ROUND_FIRST:
@@ -76,6 +81,6 @@ def rms_norm(
         block = triton.next_power_of_2(width)
         _rms_norm_kernel[(len(rows),)](
             rows, weight, out, rows.stride(0), eps, offset, N=width, BLOCK=block, ROUND_FIRST=round_first,
-            enable_fp_fusion=False, num_warps=min(max(block // A_WARP, 1), 8),
+            enable_fp_fusion=False, num_warps=min(max(block // A_WARP, 1), 8), **pdl_options(),
         )  # fmt: skip
     return out.view(x.shape)

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu_sampler.kernels.common import launch_dependents, pdl_options, wait_for_previous
 from gpu_sampler.kernels.lm_head_logprob import INTERPRETED, LOG2_E
 
 CHUNK: Final = 128  # tokens of one product
@@ -79,6 +80,7 @@ def _skinny_decode_attention_kernel(
     q, q_row, q_head, k_pool, v_pool, indptr, indices, out, lse, pieces, of_pieces, arrived, scale, softcap, window,
     GROUP: tl.constexpr, ROUND_GROUP: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     HEADS: tl.constexpr, JOINED: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Attends with the heads of one group of one row over one piece of its context. Grid (G, R, PARTS): programs
     without a piece end immediately, and start last.
@@ -98,6 +100,7 @@ def _skinny_decode_attention_kernel(
         GROUP: H / G; ROUND_GROUP is the next power of two.
         UPCAST: Whether the kernel runs in Triton's interpreter, which multiplies fp32 alone.
     """
+    wait_for_previous(PDL)
     g, r, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads, rows = tl.num_programs(0), tl.num_programs(1)
     end = tl.load(indptr + r + 1)
@@ -134,6 +137,7 @@ def _skinny_decode_attention_kernel(
         total_H = total_H * kept_H + tl.sum(weight_HC, axis=1)
         sum_HD = tl.dot(weight_HC.to(v_CD.dtype), v_CD, sum_HD * kept_H[:, None], input_precision="ieee")
         best_H = new_H
+    launch_dependents(PDL)  # not sooner: waiting programs would stand between these
     pair = r * kv_heads + g
     own_H = pair * GROUP + head_H
     if count == 1:
@@ -224,7 +228,7 @@ def skinny_decode_attention(
             q_RHD, q_RHD.stride(0), q_RHD.stride(1), keys, values, indptr, indices, out, lse, *workspace, scale,
             softcap, window, GROUP=group, ROUND_GROUP=triton.next_power_of_2(group), D=dim, CHUNK=chunk_of(dim, chunk),
             PARTS=parts, HEADS=HEADS, JOINED=JOINED, CAPPED=softcap != 0.0, UPCAST=INTERPRETED, STAGES=STAGES,
-            num_warps=warps,
+            num_warps=warps, **pdl_options(),
         )  # fmt: skip
     return out, lse
 

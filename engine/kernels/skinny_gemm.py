@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu_sampler.kernels.common import launch_dependents, pdl_options, wait_for_previous
 from gpu_sampler.kernels.lm_head_logprob import BF16, FLOATS, INTERPRETED, LOG2_E, finished
 
 ROWS: Final = 16  # of x in a program: what a matrix instruction takes
@@ -90,6 +91,7 @@ def _skinny_gemm_kernel(
     x, weight, bias, residual, y, x_stride, M, N, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, WHOLE: tl.constexpr, UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Sums a tile of the output over all of K. Grid (ceil(N / COLUMNS), ceil(M / ROWS)).
 
@@ -114,6 +116,8 @@ def _skinny_gemm_kernel(
     ups_SMN = sums_SMN
     places_MN = rows_M.to(tl.int64)[:, None] * N + columns_N[None, :]
     inside_MN = inside_M[:, None] & inside_N[None, :]
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     if ADDED:  # loads while products are summed
         r_MN = tl.load(residual + places_MN, mask=inside_MN, other=0.0)
     for start in tl.range(0, K, WARPS * DEPTH, num_stages=STAGES):
@@ -189,6 +193,7 @@ def skinny_gemm(
             ROWS=ROWS, COLUMNS=tile.columns, DEPTH=tile.depth, WARPS=tile.warps, STAGES=tile.stages,
             GATED=gated, BIASED=bias_N is not None, ADDED=residual is not None, UPCAST=INTERPRETED,
             WHOLE=columns % tile.columns == 0 and width % (tile.warps * tile.depth) == 0, num_warps=tile.warps,
+            **pdl_options(),
         )  # fmt: skip
     return y_MN.reshape(*x.shape[:-1], columns)
 

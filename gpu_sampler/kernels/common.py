@@ -66,7 +66,9 @@ def wait_for_previous(PDL: tl.constexpr):
 def launch_dependents(PDL: tl.constexpr):
     """Lets the next kernel start, once every program of this one has called this or ended.
 
-    A next kernel that is not launched with `pdl_options` waits as usual.
+    A next kernel that is not launched with `pdl_options` waits as usual. Its programs, while they wait, take room that
+    programs of this kernel could use, and crowd where there is some. So a kernel of few programs calls this first, and
+    one that reads much, or whose time is that of its slowest program, calls it behind its loop.
     """
     if PDL:
         gdc_launch_dependents()

@@ -60,33 +60,34 @@ SWITCHES |= {  # of a verify step
 SWITCHES |= {  # of a product of few rows
     "engine.kernels.skinny_gemm._skinny_gemm_kernel": (
         ("GATED", "BIASED", "WHOLE", "ADDED"),
-        {"ROWS": 16, "COLUMNS": 8, "DEPTH": 64, "WARPS": 8, "STAGES": 3, "UPCAST": False},
+        {"ROWS": 16, "COLUMNS": 8, "DEPTH": 64, "WARPS": 8, "STAGES": 3, "UPCAST": False, "PDL": True},
     ),
 }
 SWITCHES |= {  # of attention of few rows
     "engine.kernels.skinny_decode_attention._skinny_decode_attention_kernel": (
         ("CAPPED",),
         {"GROUP": 3, "ROUND_GROUP": 4, "D": 128, "CHUNK": 64, "PARTS": 32, "HEADS": 16, "JOINED": 8, "UPCAST": False}
-        | {"STAGES": 3},
+        | {"STAGES": 3, "PDL": True},
     ),
 }
 SWITCHES |= {  # of what lies between products and attention of few tokens
     "engine.kernels.qk_norm_rope._qk_norm_rope_kernel": (
         (NORMED,),
-        {"H": 16, "G": 8, "D": 128, "TOKENS": 8, "UPCAST": False},
+        {"H": 16, "G": 8, "D": 128, "TOKENS": 8, "UPCAST": False, "PDL": True},
     ),
 }
 SWITCHES |= {  # of rows that keep their bits in any step
     "engine.kernels.invariant_gemm._invariant_gemm_kernel": (
         ("BIASED", "ADDED", "FEW"),
-        {"BLOCK_M": 16, "BLOCK_N": 64, "DEPTH": 128, "GROUP": 8, "PARTS": 3, "PRECISION": "tf32x3", "UPCAST": False},
+        {"BLOCK_M": 16, "BLOCK_N": 64, "DEPTH": 128, "GROUP": 8, "PARTS": 3, "PRECISION": "tf32x3", "UPCAST": False}
+        | {"PDL": True},
     ),
-    "engine.kernels.invariant_gemm._terms_kernel": ((), {"TERMS": 3, "COPIED": 1024}),
-    "engine.kernels.rms_norm._rms_norm_kernel": (("ROUND_FIRST",), {"N": 1000, "BLOCK": 1024}),
+    "engine.kernels.invariant_gemm._terms_kernel": ((), {"TERMS": 3, "COPIED": 1024, "PDL": True}),
+    "engine.kernels.rms_norm._rms_norm_kernel": (("ROUND_FIRST",), {"N": 1000, "BLOCK": 1024, "PDL": True}),
     "engine.kernels.invariant_attention._invariant_attention_kernel": (
         ("SPLIT", "CAPPED"),
         {"GROUP": 3, "ROUND_GROUP": 4, "D": 80, "PADDED": 128, "ROWS": 64, "UPCAST": False}
-        | {"SHORT": 128, "SHORTS": 12, "LONG": 384, "BLOCK": 32},
+        | {"SHORT": 128, "SHORTS": 12, "LONG": 384, "BLOCK": 32, "PDL": True},
     ),
 }
 SCALARS = {"row_stride", "mask_words", "n_columns", "chosen_stride", "c_columns", "V", "G", "tiles", "splits"}
