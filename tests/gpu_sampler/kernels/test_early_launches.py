@@ -42,8 +42,8 @@ def layers_of(rows: int, context: int, x: torch.Tensor, *, invariant: bool) -> S
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        found: torch.Tensor = torch.randn(shape, generator=generator, device=device)
-        return found.to(dtype)
+        found: torch.Tensor = torch.randn(shape, generator=generator, device=device).to(dtype)
+        return found
 
     def weight(columns: int, width: int) -> torch.Tensor:
         return normal(columns, width) / width**0.5
