@@ -1,5 +1,6 @@
 """Kernels of a captured step that start before the ones in front of them end: they read what those wrote."""
 
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -42,11 +43,10 @@ def layers_of(rows: int, context: int, x: torch.Tensor, *, invariant: bool) -> S
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        found: torch.Tensor = torch.randn(shape, generator=generator, device=device).to(dtype)
-        return found
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     def weight(columns: int, width: int) -> torch.Tensor:
-        return normal(columns, width) / width**0.5
+        return normal(columns, width) / math.sqrt(width)
 
     layers = [
         (weight(sum(PARTS), WIDTH), weight(WIDTH, PARTS[0]), weight(2 * INNER, WIDTH), weight(WIDTH, INNER))
