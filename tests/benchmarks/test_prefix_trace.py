@@ -88,6 +88,7 @@ def serve_stub() -> Iterator[ServeStub]:
         thread.join(10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keeps_items", [False, True])
 def test_a_cache_that_holds_more_than_prefixes_is_seen(
     serve_stub: ServeStub, monkeypatch: pytest.MonkeyPatch, keeps_items: bool

@@ -84,6 +84,7 @@ def test_what_our_loggers_say_is_in_serves_log(monkeypatch: pytest.MonkeyPatch, 
     assert heard == list(names)
 
 
+@pytest.mark.full
 def test_only_a_replicas_process_imports_torch() -> None:
     """What builds an application and each ingress would else take seconds longer to start."""
     script = "import sys, {module}; print([name for name in ('torch', 'transformers') if name in sys.modules])"

@@ -28,6 +28,7 @@ def test_service_answers_without_triton(request_kind: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.full
 def test_import_of_a_kernel_on_the_way_fails_the_same_run() -> None:
     done = run("score", planted="import gpu_sampler.device_logprobs")
     assert done.returncode != 0

@@ -87,6 +87,7 @@ async def test_a_guide_works_as_printed(
         assert found.status_code == 200, found.text
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("guard", layouts.GUARDS)
 async def test_the_guards_of_the_guide_are_recognised(guard: str, tmp_path: Path, replica_client: Make) -> None:
     folder = layouts.make_folder(tmp_path / "m", layouts.GUARDS[guard])

@@ -163,6 +163,7 @@ def test_any_headers_are_answered_with_one_id(app: Any, headers: Headers) -> Non
     assert found.headers["x-request-id"] == found.headers["x-assay-request-id"]
 
 
+@pytest.mark.full
 @pytest.mark.risk("F1", planted=True)
 def test_a_header_that_is_read_carelessly_would_be_seen(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.api.middleware.parse_timeout", lambda value: float(value.decode("ascii")))

@@ -399,6 +399,7 @@ async def test_tasks_of_one_call_are_answered_as_by_calls_of_their_own(replicas:
     assert [one.label_logprobs.tobytes() for one in found] == [one.label_logprobs.tobytes() for one in alone]
 
 
+@pytest.mark.full
 @pytest.mark.risk(
     "R7",
     figure="0 of 5 x 12 in flight, plain or streamed, in each cell (benchmarks/results/kill-table.json); on two "

@@ -261,6 +261,7 @@ async def test_scores_have_the_same_bits_alone_together_shuffled_cached_and_besi
     await compare_scores(name, 6)
 
 
+@pytest.mark.full
 async def test_products_that_follow_the_number_of_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: a product of more than eight rows sums K in another order."""
     from engine.kernels import invariant_gemm as kernel
@@ -298,8 +299,9 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("replayed")
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_compiled_and_captured_steps_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In steps of any size the same code of a layer runs, where rotations are part of attention. Residuals are part of
     products but in the last layer, which computes the wanted rows alone."""
@@ -327,6 +329,7 @@ def test_captured_steps_of_other_bits_are_refused(kind: str, monkeypatch: pytest
         as_served()._compare_bits()
 
 
+@pytest.mark.full
 def test_the_smallest_storage_holds_what_a_start_compares() -> None:
     HFModel(module_of(), replace(CONFIG, kv_slots=MIN_COMPARED_SLOTS))._compare_bits()
     with pytest.raises(ValueError, match=r"`engine.kv_slots` must be >= 16 with `numerics: invariant`.*Given: 15"):

@@ -318,6 +318,7 @@ async def least_growth(make_rig: MakeRig, prompt: list[int], budget: int) -> tup
     return min(grown for grown, _ in found), found[-1][1]
 
 
+@pytest.mark.full
 async def test_a_prompt_of_100_000_tokens_takes_the_memory_of_a_step(make_rig: MakeRig) -> None:
     prompt = np.random.default_rng(8).integers(0, 250, 100_000).tolist()
     grown, found = await least_growth(make_rig, prompt, 4_096)

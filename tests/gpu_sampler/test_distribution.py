@@ -23,6 +23,7 @@ def factorial_reports() -> Reported:
     return reference_reports(factorial_rows()[0], "processed_logprobs")
 
 
+@pytest.mark.full
 @pytest.mark.risk("D2", figure="exactness")
 def test_every_combination_of_parameters_draws_from_its_distribution() -> None:
     tokens_R = factorial_reports().tokens.astype(np.int64)

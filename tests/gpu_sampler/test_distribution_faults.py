@@ -167,6 +167,7 @@ def test_noise_that_ignores_its_group_is_rejected(monkeypatch: pytest.MonkeyPatc
     assert group_and_place(reference_draws) < DISTRIBUTION_ALPHA
 
 
+@pytest.mark.full
 def test_rejection_that_takes_its_first_draw_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filters, "_mass_before", lambda row, weights_V, token: -1.0)
     assert check(CASES["wide nucleus"], reference_draws).p_value < DISTRIBUTION_ALPHA

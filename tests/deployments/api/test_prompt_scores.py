@@ -121,6 +121,7 @@ async def test_trap_4_greedy_is_equality_of_floats(toy_client: Any, after: Any) 
         assert rows[len(PROMPT)][1] == max(rows[len(PROMPT)][2].values())
 
 
+@pytest.mark.full
 async def test_trap_5_no_alternative_hides_another(replica_client: Any) -> None:
     """Texts of one position are distinct: the built-in vocabulary has pieces of characters."""
     client = await replica_client(model={"path": "builtin", "device": "cpu"})

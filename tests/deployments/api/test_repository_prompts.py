@@ -180,6 +180,7 @@ async def prompt_source(client: Any) -> Any:
     return (await client.http.get("/v1/models")).json()["data"][0]["assay"]["prompt_source"]
 
 
+@pytest.mark.full
 async def test_rows_and_scores_are_those_of_the_repositorys_files(
     bare_folder: Path, tmp_path: Path, service: Make
 ) -> None:
@@ -210,6 +211,7 @@ def sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value))
 
 
+@pytest.mark.full
 async def test_one_logit_is_the_score_of_a_logit_score_without_a_false_token(
     bare_folder: Path, tmp_path: Path, service: Make
 ) -> None:

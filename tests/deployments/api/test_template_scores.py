@@ -153,6 +153,7 @@ async def test_control_strings_of_a_request_never_reach_the_model_as_tokens(chat
     assert known.keys() <= set(raw)  # the check would notice: raw prompts may name control tokens
 
 
+@pytest.mark.full
 async def test_builtin_and_item_last_templates_score_as_the_library(service: Make) -> None:
     client = await service(BUILTIN, templates={"last": LAST})
     labels = [client.tokenizer.token_to_id("Ġyes"), client.tokenizer.token_to_id("Ġno")]
@@ -255,6 +256,7 @@ async def test_refuses_to_start_with_a_template_whose_labels_are_not_one_token(
         await service(chat_folder, templates={"wrong": wrong})
 
 
+@pytest.mark.full
 @pytest.mark.risk("Q6")
 async def test_ugly_documents_are_ranked_and_a_huge_word_is_cut(service: Make) -> None:
     client = await service(BUILTIN)

@@ -95,6 +95,7 @@ def test_a_key_that_is_nearly_right_takes_as_long_as_one_that_is_not_at_all(
     assert not leaks(looks(access), wrong_at(secrets[0], 0), wrong_at(secrets[0], -1))
 
 
+@pytest.mark.full
 def test_the_first_key_takes_as_long_as_the_last(access: Authenticator, secrets: list[bytes]) -> None:
     assert not leaks(looks(access), secrets[0], secrets[-1])
 
@@ -125,6 +126,7 @@ def test_the_digest_of_no_key_opens_nothing(access: Authenticator, monkeypatch: 
 # Planted faults.
 
 
+@pytest.mark.full
 @pytest.mark.risk("S7", planted=True)
 def test_comparing_with_equals_would_be_measured(secrets: list[bytes]) -> None:
     def look(secret: bytes) -> object:

@@ -92,7 +92,7 @@ def arguments(url: str, source: Path, output: Path, asked: Sequence[str] = LABEL
     ]  # fmt: skip
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("asked", [LABELS, ("--route", "rerank")], ids=["labels", "rerank"])
 def test_killed_three_times_every_item_stands_there_once(
     service: Any, make_input: Any, tmp_path: Path, score_of: Any, asked: Sequence[str]

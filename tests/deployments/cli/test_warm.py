@@ -43,12 +43,14 @@ def file_of(folder: Path, **sections: dict[str, Any]) -> Path:
     return file
 
 
+@pytest.mark.full
 def test_it_does_what_a_replica_does_before_it_serves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["warm", str(file_of(tmp_path))]) == warm.WARM
     stages = [line.partition(" took ")[0] for line in capfd.readouterr().out.splitlines()]
     assert stages[0] == "builtin: load" and stages[-1] == "builtin: trace"
 
 
+@pytest.mark.full
 def test_a_model_that_is_not_served_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = {"path": "builtin", "device": "cpu"}
     assert main(["warm", str(file_of(tmp_path, model=model, engine={"numerics": "invariant"}))]) == warm.FAILED
@@ -172,6 +174,7 @@ def test_what_samples_nothing_has_no_kernels(folder: Path, changes: dict[str, An
     assert foresee(folder, "auto") is None
 
 
+@pytest.mark.full
 def test_the_library_that_is_not_there_is_named(folder: Path) -> None:
     """In a process of its own, where importing FlashInfer fails."""
     code = "import sys; sys.modules['flashinfer'] = None; from engine.warmup import precompile_flashinfer as p; "

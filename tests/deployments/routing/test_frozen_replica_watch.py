@@ -99,6 +99,7 @@ async def hung_by_one_request(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> in
     return len(suspects)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk("R10")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_that_freezes_replicas_leaves_the_first_alone(
@@ -110,6 +111,7 @@ async def test_a_request_that_freezes_replicas_leaves_the_first_alone(
     assert await hung_by_one_request(fleet, monkeypatch) == 2
 
 
+@pytest.mark.full
 @pytest.mark.risk("R10", planted=True)
 async def test_one_that_casts_no_suspicion_would_freeze_them_all(
     make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

@@ -116,6 +116,7 @@ def test_a_process_that_is_unfit_takes_nothing(folder: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.full
 def test_a_pool_keeps_one_spare_and_stops_it(quick: Callable[[int], StandbyPool], folder: Path) -> None:
     waiting = quick(2)
     until(lambda: len(list(folder.glob("*.sock"))) == 2)
@@ -148,6 +149,7 @@ def test_a_process_ends_with_the_one_that_started_it(folder: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.full
 def test_what_a_replica_imports_leaves_a_process_fit() -> None:
     assert fit_after("")
 

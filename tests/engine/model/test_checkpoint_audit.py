@@ -54,6 +54,7 @@ def test_a_model_with_another_head_is_refused_by_name(name: str, tmp_path: Path)
     assert checked(folder) == [str(refused.value)]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", folders.OTHER_SERVED)
 def test_a_model_with_another_head_is_served_with_it(name: str, tmp_path: Path) -> None:
     folder = folders.OTHER_SERVED[name](tmp_path / name)

@@ -79,7 +79,7 @@ def test_the_compilers_own_code_keeps_them_too(tiny_models: Any) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_angles_are_of_32_bits_where_the_model_is_not(tiny_models: Any, dtype: torch.dtype) -> None:
     """Positions that 16 bits cannot tell apart: only angles that were never rounded give the same cosines."""

@@ -69,7 +69,7 @@ def test_the_model_compiles_nothing_that_its_copy_did_not(
     assert not compiled_later(tiny_models, tiny_driver, monkeypatch, name)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("fault", ["projections", "slots"])
 def test_a_copy_that_differs_would_be_seen(
     tiny_models: Any, tiny_driver: Any, monkeypatch: pytest.MonkeyPatch, fault: str

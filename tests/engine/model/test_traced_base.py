@@ -94,6 +94,7 @@ def test_layers_of_onednn_are_traced(
     assert traced_steps
 
 
+@pytest.mark.full
 def test_all_models_of_a_process_are_traced(tiny_models: Any, tiny_driver: Any, traced_steps: list[int]) -> None:
     """Also those of other sizes, and more than the front end keeps variants of a function."""
     config: Any = torch._dynamo.config

@@ -94,6 +94,7 @@ async def test_streams_do_not_starve_a_large_score_job(
     assert await score_share(make_rig, generate_job, score_job) == pytest.approx(1 / 3, abs=0.08)
 
 
+@pytest.mark.full
 async def test_streams_of_a_greater_weight_would(
     make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +336,7 @@ async def seconds_beside(
     return found, many, await asyncio.gather(*tasks)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.risk(
     "R17", figure="five tokens alone 31 ms, beside 40 rows of another key 32 to 49; in steps of all rows 184"
 )

@@ -52,7 +52,7 @@ def unnamed(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("path", ["builtin", "builtin-classifier", None])
 def test_a_tokenizer_without_torch_is_the_same(path: str | None, tmp_path: Path) -> None:
     path = path or unnamed(tmp_path / "model")

@@ -83,6 +83,7 @@ print(threads() - before)
 """
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("planted", [False, True])
 def test_work_apart_leaves_no_thread_behind(planted: bool) -> None:
     """Planted: the thread stays, as a pool's does, and with it those that torch has started for it."""
@@ -121,6 +122,7 @@ steps()
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's")
 def test_steps_find_their_memory_again() -> None:
     """Two blocks of 4 MiB, 50 times, where such blocks are mapped. Planted: the pages are cleared each time."""

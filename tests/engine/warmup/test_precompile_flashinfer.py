@@ -223,6 +223,7 @@ def test_compilers_of_what_no_start_waits_for_give_way_to_the_others(
     assert set(levels.values()) == {max(own, flashinfer_modules.NICENESS)}
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", ["precompile_flashinfer", "precompile_kernels"])
 def test_the_commands_do_without_the_library_of_models(name: str) -> None:
     """It takes longer to import than all else of them, while a service waits for what they compile."""

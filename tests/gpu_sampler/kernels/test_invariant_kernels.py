@@ -244,6 +244,7 @@ def test_parts_that_follow_the_length_are_found(device: str, monkeypatch: pytest
     assert not torch.equal(alone, whole[-1:])
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("off", [0.0, 2.0**-8])
 def test_single_tokens_have_tiles_of_few_rows_where_these_have_the_same_bits(
     off: float, device: str, monkeypatch: pytest.MonkeyPatch

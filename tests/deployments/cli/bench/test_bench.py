@@ -251,6 +251,7 @@ def test_concurrent_callers_in_place_of_rates(service: Service, capsys: pytest.C
     assert (record["loop"], [level["load"] for level in record["levels"]]) == ("closed", [1, 2])
 
 
+@pytest.mark.full
 def test_a_run_without_an_answer_is_status_1_and_rejects_are_answers(service: Service) -> None:
     service.status = 500
     assert bench(service, "--rates", "40", "--no-table") == 1
@@ -304,6 +305,7 @@ def test_an_interrupt_ends_it_and_keeps_what_was_measured(service: Service, tmp_
     assert record["interrupted"] and record["levels"][0]["load"] == 40 and len(record["levels"]) < 200
 
 
+@pytest.mark.full
 async def test_an_interrupted_run_counts_what_was_answered_by_then(service: Service) -> None:
     from deployments.cli.bench import command, runner
 

@@ -505,6 +505,7 @@ def test_configurations_that_follow_quickly_leave_one_second_process(tmp_path: P
     assert json.loads((tmp_path / "second.json").read_text())["process"] == int(third)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="fast mode has a second process on Linux")
 @pytest.mark.risk("R16", planted=True)
 def test_without_the_lock_or_the_signal_second_processes_are_not_replaced(tmp_path: Path) -> None:

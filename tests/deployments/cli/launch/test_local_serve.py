@@ -124,6 +124,7 @@ def test_a_value_of_a_wrong_kind_is_named(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("model", "errors"),
     [({"path": "toy"}, 0), ({"path": "models/none"}, 1)],
@@ -147,6 +148,7 @@ def test_a_check_that_dies_is_an_error() -> None:
     check.stop()
 
 
+@pytest.mark.full
 def test_an_interrupt_that_the_check_gets_too_does_not_end_it() -> None:
     check = ModelCheck(local_serve.read(CPU))
     pid = check._process.pid
@@ -170,6 +172,7 @@ def test_fast_mode_is_refused_without_rays_token(monkeypatch: pytest.MonkeyPatch
     local.refuse()
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("fast", [False, True])
 def test_the_environment_is_set_before_ray_and_its_folder_goes_with_it(fast: bool, tmp_path: Path) -> None:
     """In a process of its own: Ray must not have been imported."""
