@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.arrivals import arrivals
-from gpu_sampler.kernels.common import launch_dependents, pdl_options, wait_for_previous
+from gpu_sampler.kernels.common import captured_pdl_options, launch_dependents, wait_for_previous
 from gpu_sampler.kernels.lm_head_logprob import INTERPRETED, LOG2_E
 
 MAX_PARTS: Final = 128  # of a context; changing it changes bits
@@ -338,7 +338,7 @@ def invariant_attention(
             LONG=parts.long, BLOCK=BLOCK, ROWS=form.rows, SPLIT=programs > 1, CAPPED=heads.softcap != 0.0,
             UPCAST=INTERPRETED,
             enable_fp_fusion=False, num_warps=form.warps, num_stages=form.stages,
-            **pdl_options(),
+            **captured_pdl_options(),
         )  # fmt: skip
     return out, lse
 

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.common import launch_dependents, pdl_options, wait_for_previous
+from gpu_sampler.kernels.common import captured_pdl_options, launch_dependents, wait_for_previous
 from gpu_sampler.kernels.lm_head_logprob import FLOATS, INTERPRETED
 
 GROUP: Final = 8  # tiles of rows that share the columns of a weight in cache
@@ -207,7 +207,7 @@ def invariant_gemm(
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, DEPTH=tile.depth, GROUP=GROUP, FEW=tile.few, PARTS=len(terms),
             BIASED=bias is not None, ADDED=residual is not None, PRECISION="ieee" if INTERPRETED else "tf32x3",
             UPCAST=INTERPRETED, enable_fp_fusion=False, num_warps=tile.warps, num_stages=tile.stages,
-            **pdl_options(),
+            **captured_pdl_options(),
         )  # fmt: skip
     return out.view(*x.shape[:-1], columns)
 
@@ -217,7 +217,9 @@ def bf16_terms(x: torch.Tensor) -> torch.Tensor:
     rows, width = x.shape
     terms = torch.empty((TERMS, rows, width), dtype=torch.bfloat16, device=x.device)
     grid = rows, -(-width // COPIED)
-    _terms_kernel[grid](x, terms, x.stride(0), rows * width, width, TERMS=TERMS, COPIED=COPIED, **pdl_options())
+    _terms_kernel[grid](
+        x, terms, x.stride(0), rows * width, width, TERMS=TERMS, COPIED=COPIED, **captured_pdl_options()
+    )
     return terms
 
 

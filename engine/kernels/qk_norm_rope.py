@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.common import launch_dependents, pdl_options, wait_for_previous
+from gpu_sampler.kernels.common import captured_pdl_options, launch_dependents, wait_for_previous
 from gpu_sampler.kernels.lm_head_logprob import BF16, INTERPRETED, finished
 
 DIMS: Final = (16, 32, 64, 128, 256)
@@ -144,7 +144,7 @@ def qk_norm_rope(
             q_THD, k_TGD, v_TGD, q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0), cos, sin, cos.stride(0),
             sin.stride(0), rotation.q_norm_D, rotation.k_norm_D, rotation.eps, slots_T, out, keys, values,
             tokens, H=heads, G=kv_heads, D=dim, TOKENS=together, UPCAST=INTERPRETED, num_warps=together,
-            **pdl_options(),
+            **captured_pdl_options(),
         )  # fmt: skip
     return out
 

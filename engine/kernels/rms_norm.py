@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.common import launch_dependents, pdl_options, wait_for_previous
+from gpu_sampler.kernels.common import captured_pdl_options, launch_dependents, wait_for_previous
 
 A_WARP: Final = 256  # numbers of a row that a warp sums, up to 8 warps; changing it changes bits
 
@@ -81,6 +81,6 @@ def rms_norm(
         block = triton.next_power_of_2(width)
         _rms_norm_kernel[(len(rows),)](
             rows, weight, out, rows.stride(0), eps, offset, N=width, BLOCK=block, ROUND_FIRST=round_first,
-            enable_fp_fusion=False, num_warps=min(max(block // A_WARP, 1), 8), **pdl_options(),
+            enable_fp_fusion=False, num_warps=min(max(block // A_WARP, 1), 8), **captured_pdl_options(),
         )  # fmt: skip
     return out.view(x.shape)

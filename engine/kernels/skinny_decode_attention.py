@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.common import launch_dependents, pdl_options, wait_for_previous
+from gpu_sampler.kernels.common import captured_pdl_options, launch_dependents, wait_for_previous
 from gpu_sampler.kernels.lm_head_logprob import INTERPRETED, LOG2_E
 
 CHUNK: Final = 128  # tokens of one product
@@ -228,7 +228,7 @@ def skinny_decode_attention(
             q_RHD, q_RHD.stride(0), q_RHD.stride(1), keys, values, indptr, indices, out, lse, *workspace, scale,
             softcap, window, GROUP=group, ROUND_GROUP=triton.next_power_of_2(group), D=dim, CHUNK=chunk_of(dim, chunk),
             PARTS=parts, HEADS=HEADS, JOINED=JOINED, CAPPED=softcap != 0.0, UPCAST=INTERPRETED, STAGES=STAGES,
-            num_warps=warps, **pdl_options(),
+            num_warps=warps, **captured_pdl_options(),
         )  # fmt: skip
     return out, lse
 

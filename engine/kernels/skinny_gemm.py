@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_sampler.kernels.common import launch_dependents, pdl_options, wait_for_previous
+from gpu_sampler.kernels.common import captured_pdl_options, launch_dependents, wait_for_previous
 from gpu_sampler.kernels.lm_head_logprob import BF16, FLOATS, INTERPRETED, LOG2_E, finished
 
 ROWS: Final = 16  # of x in a program: what a matrix instruction takes
@@ -193,7 +193,7 @@ def skinny_gemm(
             ROWS=ROWS, COLUMNS=tile.columns, DEPTH=tile.depth, WARPS=tile.warps, STAGES=tile.stages,
             GATED=gated, BIASED=bias_N is not None, ADDED=residual is not None, UPCAST=INTERPRETED,
             WHOLE=columns % tile.columns == 0 and width % (tile.warps * tile.depth) == 0, num_warps=tile.warps,
-            **pdl_options(),
+            **captured_pdl_options(),
         )  # fmt: skip
     return y_MN.reshape(*x.shape[:-1], columns)
 

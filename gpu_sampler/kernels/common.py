@@ -53,6 +53,8 @@ _NOTHING_F32: tl.constexpr = tl.constexpr(0xFF800000FF800000 - 2**64)
 _LOW_WORD: tl.constexpr = tl.constexpr(0xFFFFFFFF)
 _MAGNITUDE: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 MIN_PDL_CAPABILITY: Final = 90  # the compute capability that has the instructions
+MEASURED_CAPABILITY: Final = 90  # where kernels of a step's layers gain by it
+MIN_CAPTURING_DRIVER: Final = 12_030  # of CUDA 12.3, the first whose graphs hold such launches
 
 
 @triton.jit
@@ -79,6 +81,22 @@ def pdl_options() -> dict[str, Any]:
     if triton.knobs.runtime.interpret or _capability(driver.active) < MIN_PDL_CAPABILITY:
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
+
+
+def captured_pdl_options() -> dict[str, Any]:
+    """Returns the same for kernels of a step's layers, which CUDA graphs hold: where they gain by it, and the driver
+    captures such launches."""
+    options = pdl_options()
+    captures = (_driver_version() or MIN_CAPTURING_DRIVER) >= MIN_CAPTURING_DRIVER  # a dry run needs no driver
+    gains = options["PDL"] and captures and _capability(driver.active) == MEASURED_CAPABILITY
+    return options if gains else {"PDL": False}
+
+
+@lru_cache(maxsize=1)
+def _driver_version() -> int:
+    """Returns the version of CUDA that the driver has, 12040 for 12.4; 0 without one."""
+    version: Any = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return int(version()) if version is not None else 0
 
 
 @lru_cache(maxsize=4)

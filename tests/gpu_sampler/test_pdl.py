@@ -99,6 +99,19 @@ def test_a_gpu_that_cannot_waits_as_usual() -> None:
     assert launched_by_layers(80) == {kernel: {False} for kernel in LAYERS}
 
 
+def test_layers_wait_as_usual_where_they_are_not_measured_or_the_driver_captures_no_early_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from gpu_sampler.kernels import common
+
+    in_turn = {kernel: {False} for kernel in LAYERS}
+    assert launched_by_layers(100) == in_turn
+    monkeypatch.setattr(common, "_driver_version", lambda: 12_020)
+    assert launched_by_layers(CAPABILITY) == in_turn
+    monkeypatch.setattr(common, "_driver_version", lambda: 12_030)
+    assert launched_by_layers(CAPABILITY) != in_turn
+
+
 @pytest.mark.parametrize(("capability", "may"), [(80, False), (89, False), (90, True), (100, True)])
 def test_the_code_that_waits_and_its_launch_go_together(capability: int, may: bool) -> None:
     from gpu_sampler.kernel_cache import dry_run
