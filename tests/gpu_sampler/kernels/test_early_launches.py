@@ -1,35 +1,17 @@
 """Kernels of a captured step that start before the ones in front of them end: they read what those wrote."""
 
-import math
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+from typing import Final
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from engine.kernels import (
-    invariant_attention,
-    invariant_gemm,
-    qk_norm_rope,
-    rms_norm,
-    skinny_decode_attention,
-    skinny_gemm,
-)
+from benchmarks.kernels.bench_early_launches import MODULES, DecodeLayers, LayerShape, in_turn
 
-KERNELS: dict[ModuleType, tuple[str, ...]] = {
-    invariant_attention: ("_invariant_attention_kernel",),
-    invariant_gemm: ("_invariant_gemm_kernel", "_terms_kernel"),
-    qk_norm_rope: ("_qk_norm_rope_kernel",),
-    rms_norm: ("_rms_norm_kernel",),
-    skinny_decode_attention: ("_skinny_decode_attention_kernel",),
-    skinny_gemm: ("_skinny_gemm_kernel",),
-}
-WIDTH, HEADS, KV_HEADS, DIM, INNER, LAYERS = 1024, 16, 8, 128, 3072, 6
-PARTS = HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM
-Step = Callable[[], torch.Tensor]
+SHAPE: Final = LayerShape("0.6B", 6, 1024, 16, 8, 128, 3072)
+INPUTS: Final = 30
 
 
 @triton.jit
@@ -37,70 +19,7 @@ def goes_on(PDL: tl.constexpr):
     """Stands where a kernel waits for the one in front."""
 
 
-def layers_of(rows: int, context: int, x: torch.Tensor, *, invariant: bool) -> Step:
-    """Returns decoder layers over x [rows, WIDTH], each row's token being the last of a context of its own."""
-    device, dtype = x.device, x.dtype
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-    def weight(columns: int, width: int) -> torch.Tensor:
-        return normal(columns, width) / math.sqrt(width)
-
-    layers = [
-        (weight(sum(PARTS), WIDTH), weight(WIDTH, PARTS[0]), weight(2 * INNER, WIDTH), weight(WIDTH, INNER))
-        for _ in range(LAYERS)
-    ]
-    one, one_head = torch.ones(WIDTH, device=device, dtype=dtype), torch.ones(DIM, device=device, dtype=dtype)
-    keys, values = normal(rows * context, 1, KV_HEADS, DIM), normal(rows * context, 1, KV_HEADS, DIM)
-    indptr = torch.arange(0, rows * context + 1, context, dtype=torch.int32, device=device)
-    indices = torch.randperm(rows * context, generator=generator, device=device, dtype=torch.int32)
-    slots = indices[indptr[1:].long() - 1].contiguous()
-    angles = torch.rand((rows, DIM), generator=generator, device=device)
-    rotation = qk_norm_rope.Rotation(angles.cos(), angles.sin(), one_head, one_head, 1e-6)
-    workspace = skinny_decode_attention.SplitKVWorkspace.of(rows, HEADS, KV_HEADS, DIM, device)
-
-    def attend(qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.view(rows, -1, DIM) for part in qkv.split(PARTS, dim=1))
-        q = qk_norm_rope.qk_norm_rope(q, k, v, rotation, keys, values, slots)
-        if not invariant:
-            out, _ = skinny_decode_attention.skinny_decode_attention(
-                q, keys, values, indptr, indices, workspace, scale=DIM**-0.5
-            )
-        else:
-            out, _ = invariant_attention.invariant_attention(
-                q,
-                keys,
-                values,
-                invariant_attention.Tiles(None, None, None, indptr, indices),
-                invariant_attention.Heads(DIM**-0.5),
-                parts=invariant_attention.Parts(),
-                longest=context,
-                programs=2,
-                form=invariant_attention.single_form(rows * KV_HEADS),
-            )
-        return out.reshape(rows, PARTS[0])
-
-    def step() -> torch.Tensor:
-        hidden = x
-        for qkv, o, gate_up, down in layers:
-            normed = rms_norm.rms_norm(hidden, one, 1e-6)
-            if invariant:
-                multiply = invariant_gemm.invariant_gemm
-                hidden = multiply(attend(multiply(normed, qkv)), o, residual=hidden)
-                gate, up = multiply(rms_norm.rms_norm(hidden, one, 1e-6), gate_up).chunk(2, dim=1)
-                hidden = multiply(torch.nn.functional.silu(gate) * up, down, residual=hidden)
-            else:
-                hidden = skinny_gemm.skinny_gemm(attend(skinny_gemm.skinny_gemm(normed, qkv)), o, residual=hidden)
-                gated = skinny_gemm.skinny_gemm(rms_norm.rms_norm(hidden, one, 1e-6), gate_up, gated=True)
-                hidden = skinny_gemm.skinny_gemm(gated, down, residual=hidden)
-        return hidden
-
-    return step
-
-
-def captured(step: Step) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+def captured(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     step()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -109,27 +28,18 @@ def captured(step: Step) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     return graph, out
 
 
-def in_turn() -> dict[str, Any]:
-    """Stands for `captured_pdl_options` of a GPU that cannot."""
-    return {"PDL": False}
-
-
-def differing(
-    rows: int, context: int, invariant: bool, monkeypatch: pytest.MonkeyPatch, early: Callable[[], None] | None
-) -> int:
-    """Returns for how many inputs a step of early launches differs from one of launches in turn."""
-    x = torch.zeros((rows, WIDTH), device="cuda", dtype=torch.bfloat16)
-    step = layers_of(rows, context, x, invariant=invariant)
-    if early is not None:
-        early()
+def differing(rows: int, context: int, invariant: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Returns for how many inputs a step of early launches differs from one of launches in turn. The first is captured
+    with what `monkeypatch` has changed, the second without."""
+    x = torch.zeros((rows, SHAPE.width), device="cuda", dtype=torch.bfloat16)
+    layers = DecodeLayers(SHAPE, rows, context, x)
+    step = layers.invariant if invariant else layers.fast
     graph, found = captured(step)
     monkeypatch.undo()
-    with monkeypatch.context() as patch:
-        for module in KERNELS:
-            patch.setattr(module, "captured_pdl_options", in_turn)
+    with in_turn():
         plain_graph, wanted = captured(step)
     count = 0
-    for seed in range(30):
+    for seed in range(INPUTS):
         x.copy_(torch.randn(x.shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda"))
         plain_graph.replay()
         kept = wanted.clone()
@@ -142,29 +52,64 @@ def differing(
 
 
 needs_early_launches = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the GPU cannot launch early"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the GPU launches in turn"
 )
-CASES = [(1, 256), (8, 300), (16, 1024)]
 
 
 @needs_early_launches
 @pytest.mark.gpu
 @pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize(("rows", "context"), CASES)
+@pytest.mark.parametrize(("rows", "context"), [(1, 256), (8, 300), (16, 1024)])
 def test_early_launches_change_no_bit(
     rows: int, context: int, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert differing(rows, context, invariant, monkeypatch, None) == 0
+    assert differing(rows, context, invariant, monkeypatch) == 0
 
 
 @needs_early_launches
 @pytest.mark.gpu
 @pytest.mark.parametrize("invariant", [False, True])
 def test_kernels_that_do_not_wait_fail_the_same_test(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def early() -> None:
-        for module, names in KERNELS.items():
-            monkeypatch.setattr(module, "wait_for_previous", goes_on)
-            for name in names:
-                monkeypatch.setattr(module, name, triton.jit(getattr(module, name).fn))
+    for module in MODULES:
+        monkeypatch.setattr(module, "wait_for_previous", goes_on)
+        for name, kernel in list(vars(module).items()):
+            if name.endswith("_kernel") and isinstance(kernel, triton.JITFunction):
+                monkeypatch.setattr(module, name, triton.jit(kernel.fn))
+    assert differing(8, 300, invariant, monkeypatch) > 0
 
-    assert differing(8, 300, invariant, monkeypatch, early) > 0
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_layers_of_either_numerics_agree(invariant: bool, device: str) -> None:
+    """The step that the tests above compare is that of a decoder's layers."""
+    shape = LayerShape("small", 2, 64, 4, 2, 32, 96)
+    x = torch.randn((3, 64), generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    layers = DecodeLayers(shape, 3, 40, x)
+    found = (layers.invariant if invariant else layers.fast)().float()
+    wanted = x.float()
+    for layer in layers.layers:
+        wanted = wanted + _attended(layers, _normed(wanted) @ layer.qkv.float().T) @ layer.out.float().T
+        gate, up = (_normed(wanted) @ layer.gate_up.float().T).chunk(2, dim=1)
+        wanted = wanted + (torch.nn.functional.silu(gate) * up) @ layer.down.float().T
+    assert torch.allclose(found, wanted, atol=0.15)
+
+
+def _normed(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6)
+
+
+def _attended(layers: DecodeLayers, qkv: torch.Tensor) -> torch.Tensor:
+    """Attends with each row over its context, whose last token's keys and values are the row's own."""
+    rows, dim, group = layers.rows, layers.shape.dim, layers.shape.heads // layers.shape.kv_heads
+    q, k, v = (part.view(rows, -1, dim) for part in torch.split(qkv, layers.parts, dim=1))
+    cos, sin = layers.rotation.cos_TD[:, None], layers.rotation.sin_TD[:, None]
+
+    def turned(heads: torch.Tensor) -> torch.Tensor:
+        low, high = _normed(heads).chunk(2, dim=2)
+        return torch.cat((low, high), dim=2) * cos + torch.cat((-high, low), dim=2) * sin
+
+    at = layers.indices.view(rows, -1).long()
+    keys, values = layers.keys[at, 0].float(), layers.values[at, 0].float()
+    keys[:, -1], values[:, -1] = turned(k), v
+    keys, values = (pool.repeat_interleave(group, dim=2).transpose(1, 2) for pool in (keys, values))
+    out = torch.nn.functional.scaled_dot_product_attention(turned(q)[:, :, None], keys, values)
+    return out.reshape(rows, -1)
