@@ -66,7 +66,7 @@ CASES = (  # benchmarks that depend on the host come first, while the machine is
     Case("invariant-gemm", "kernels.bench_invariant_gemm", (), 40),
     Case("skinny-decode-attention", "kernels.bench_skinny_decode_attention", (), 40),
     Case("qk-norm-rope", "kernels.bench_qk_norm_rope", (), 40),
-    Case("early-launches", "kernels.bench_early_launches", (), 60),
+    Case("pdl", "kernels.bench_pdl", (), 60),
 )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ paired() {
 }
 
 kernels() {
-    within python3 -m benchmarks --only skinny-gemm,skinny-decode-attention,qk-norm-rope,early-launches,lm-head --out "$out"
+    within python3 -m benchmarks --only skinny-gemm,skinny-decode-attention,qk-norm-rope,pdl,lm-head --out "$out"
 }
 
 work() {

@@ -68,9 +68,8 @@ def wait_for_previous(PDL: tl.constexpr):
 def launch_dependents(PDL: tl.constexpr):
     """Lets the next kernel start, once every program of this one has called this or ended.
 
-    A next kernel that is not launched with `pdl_options` waits as usual. Its programs, while they wait, take room that
-    programs of this kernel could use, and crowd where there is some. So a kernel of few programs calls this first, and
-    one that reads much, or whose time is that of its slowest program, calls it behind its loop.
+    A next kernel that is not launched with `pdl_options` waits as usual. Programs of the next one take room while they
+    wait, so that this may cost more than it gains: where each kernel calls it is measured.
     """
     if PDL:
         gdc_launch_dependents()
@@ -87,16 +86,21 @@ def captured_pdl_options() -> dict[str, Any]:
     """Returns the same for kernels of a step's layers, which CUDA graphs hold: where they gain by it, and the driver
     captures such launches."""
     options = pdl_options()
-    captures = (_driver_version() or MIN_CAPTURING_DRIVER) >= MIN_CAPTURING_DRIVER  # a dry run needs no driver
-    gains = options["PDL"] and captures and _capability(driver.active) == MEASURED_CAPABILITY
-    return options if gains else {"PDL": False}
+    if options["PDL"] and _capability(driver.active) == MEASURED_CAPABILITY and _driver_captures_pdl():
+        return options
+    return {"PDL": False}
+
+
+def _driver_captures_pdl() -> bool:
+    version = _driver_version()
+    return version is None or version >= MIN_CAPTURING_DRIVER
 
 
 @lru_cache(maxsize=1)
-def _driver_version() -> int:
-    """Returns the version of CUDA that the driver has, 12040 for 12.4; 0 without one."""
+def _driver_version() -> int | None:
+    """Returns the version of CUDA that the driver has, 12040 for 12.4; None in a dry run of a torch without CUDA."""
     version: Any = getattr(torch._C, "_cuda_getDriverVersion", None)
-    return int(version()) if version is not None else 0
+    return None if version is None else int(version()) or None
 
 
 @lru_cache(maxsize=4)

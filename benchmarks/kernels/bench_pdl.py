@@ -1,20 +1,19 @@
-"""Measures the kernels of a decode step's layers that start before the ones in front of them end. Needs a Hopper GPU.
+"""Measures programmatic dependent launch (PDL) of the kernels of a decode step's layers. Needs a Hopper GPU.
 
-    python -m benchmarks.kernels.bench_early_launches --out benchmarks/results
+    python -m benchmarks.kernels.bench_pdl --out benchmarks/results
 
-`early_ms` is the median of CUDA-graph replays of a step's layers, without embedding, head and sampler; `in_turn_ms`
-that of the same kernels launched in turn. Both are replayed alternately. Weights are random, and each layer has its
-own. Norms of fast numerics and the gate of invariant numerics, which a model's compiled layer leaves to the compiler,
-are torch's own and start in turn.
+`pdl_ms` is the median of CUDA-graph replays of a step's layers, without embedding, head and sampler; `plain_ms` that of
+the same kernels, each launched once the one in front of it has ended. Both are replayed alternately. Weights are
+random, and each layer has its own. Norms of fast numerics and the gate of invariant numerics, which a model's compiled
+layer leaves to the compiler, are torch's own and launched plainly.
 """
 
 import argparse
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 from unittest import mock
 
 import torch
@@ -22,22 +21,20 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.bench_lm_head_logprob import graph_of, times_ms
 from benchmarks.support.report import Row, publish
-from engine.kernels import (
-    invariant_attention,
-    invariant_gemm,
-    qk_norm_rope,
-    rms_norm,
-    skinny_decode_attention,
-    skinny_gemm,
-)
+from engine.attention.interface import NO_SOFTCAP, NO_WINDOW
+from engine.attention.invariant_backend import InvariantAttention
+from engine.attention.plans import AttentionParams
+from engine.kernels.invariant_attention import Tiles
+from engine.kernels.invariant_gemm import invariant_gemm
+from engine.kernels.qk_norm_rope import Rotation, qk_norm_rope
+from engine.kernels.rms_norm import rms_norm
+from engine.kernels.skinny_decode_attention import SplitKVWorkspace, skinny_decode_attention
+from engine.kernels.skinny_gemm import skinny_gemm
+from engine.model.optimize.skinny_linear import MAX_ROWS
+from gpu_sampler.kernels import common
 
-MODULES: Final = invariant_attention, invariant_gemm, qk_norm_rope, rms_norm, skinny_decode_attention, skinny_gemm
 EPS: Final = 1e-6
-SKINNY_ROWS: Final = 16  # up to which fast numerics multiply by these kernels
-PROGRAMS: Final = 16  # that share an invariant context where rows are few
-FEW: Final = 32  # rows
 STEPS: Final = ((1, 256), (8, 256), (16, 256), (1, 1024), (8, 1024), (32, 256), (128, 256))  # rows and tokens of each
-Step = Callable[[], torch.Tensor]
 
 
 class LayerShape(NamedTuple):
@@ -60,17 +57,9 @@ class LayerWeights(NamedTuple):
     down: torch.Tensor
 
 
-@contextmanager
-def in_turn() -> Iterator[None]:
-    """Launches the kernels in turn inside, as on a GPU that cannot do otherwise."""
-    with ExitStack() as patches:
-        for module in MODULES:
-            patches.enter_context(mock.patch.object(module, "captured_pdl_options", _in_turn))
-        yield
-
-
-def _in_turn() -> dict[str, Any]:
-    return {"PDL": False}
+def without_pdl() -> AbstractContextManager[object]:
+    """Launches the layers' kernels plainly inside."""
+    return mock.patch.object(common, "MEASURED_CAPABILITY", 0)
 
 
 class DecodeLayers:
@@ -98,10 +87,10 @@ class DecodeLayers:
         self.indices = torch.randperm(rows * context, generator=self._generator, device=device, dtype=torch.int32)
         self.slots = self.indices[self.indptr[1:].long() - 1].contiguous()
         angles = torch.rand((rows, shape.dim), generator=self._generator, device=device)
-        self.rotation = qk_norm_rope.Rotation(angles.cos(), angles.sin(), of_head, of_head, EPS)
-        self.workspace = skinny_decode_attention.SplitKVWorkspace.of(
-            rows, shape.heads, shape.kv_heads, shape.dim, device
-        )
+        self.rotation = Rotation(angles.cos(), angles.sin(), of_head, of_head, EPS)
+        self.scale = 1 / math.sqrt(shape.dim)
+        self.workspace = SplitKVWorkspace.of(rows, shape.heads, shape.kv_heads, shape.dim, device)
+        self.backend = InvariantAttention(device, context)
 
     def _normal(self, *size: int) -> torch.Tensor:
         return torch.randn(size, generator=self._generator, device=self.x.device, dtype=self.x.dtype)
@@ -113,68 +102,54 @@ class DecodeLayers:
         """Returns the hidden states behind the layers by the kernels of fast numerics, for few rows."""
         hidden = self.x
         for layer in self.layers:
-            qkv = skinny_gemm.skinny_gemm(F.rms_norm(hidden, self.norm.shape, self.norm, EPS), layer.qkv)
-            attended, _ = skinny_decode_attention.skinny_decode_attention(
-                self._rotated(qkv),
-                self.keys,
-                self.values,
-                self.indptr,
-                self.indices,
-                self.workspace,
-                scale=1 / math.sqrt(self.shape.dim),
+            q = self._rotated(skinny_gemm(F.rms_norm(hidden, self.norm.shape, self.norm, EPS), layer.qkv))
+            attended, _ = skinny_decode_attention(
+                q, self.keys, self.values, self.indptr, self.indices, self.workspace, scale=self.scale
             )
-            hidden = skinny_gemm.skinny_gemm(attended.view(self.rows, -1), layer.out, residual=hidden)
-            normed = F.rms_norm(hidden, self.norm.shape, self.norm, EPS)
-            gated = skinny_gemm.skinny_gemm(normed, layer.gate_up, gated=True)
-            hidden = skinny_gemm.skinny_gemm(gated, layer.down, residual=hidden)
+            hidden = skinny_gemm(attended.view(self.rows, -1), layer.out, residual=hidden)
+            gated = skinny_gemm(F.rms_norm(hidden, self.norm.shape, self.norm, EPS), layer.gate_up, gated=True)
+            hidden = skinny_gemm(gated, layer.down, residual=hidden)
         return hidden
 
     def invariant(self) -> torch.Tensor:
         """Returns the same by the kernels of invariant numerics."""
-        multiply, norm = invariant_gemm.invariant_gemm, rms_norm.rms_norm
-        hidden = self.x
+        shape, hidden = self.shape, self.x
+        params = AttentionParams(shape.heads, shape.kv_heads, shape.dim, NO_WINDOW, NO_SOFTCAP, self.scale)
+        tiles = Tiles(None, None, None, self.indptr, self.indices)
         for layer in self.layers:
-            attended, _ = invariant_attention.invariant_attention(
-                self._rotated(multiply(norm(hidden, self.norm, EPS), layer.qkv)),
-                self.keys,
-                self.values,
-                invariant_attention.Tiles(None, None, None, self.indptr, self.indices),
-                invariant_attention.Heads(1 / math.sqrt(self.shape.dim)),
-                parts=invariant_attention.Parts(),
-                longest=self.context,
-                programs=PROGRAMS if self.rows < FEW else 1,
-                form=invariant_attention.single_form(self.rows * self.shape.kv_heads),
-            )
-            hidden = multiply(attended.view(self.rows, -1), layer.out, residual=hidden)
-            gate, up = multiply(norm(hidden, self.norm, EPS), layer.gate_up).chunk(2, dim=1)
-            hidden = multiply(F.silu(gate) * up, layer.down, residual=hidden)
+            q = self._rotated(invariant_gemm(rms_norm(hidden, self.norm, EPS), layer.qkv))
+            cache = self.keys, self.values
+            attended, _ = self.backend.run(params, tiles, self.context, q, cache, torch.empty_like(q))
+            hidden = invariant_gemm(attended.view(self.rows, -1), layer.out, residual=hidden)
+            gate, up = invariant_gemm(rms_norm(hidden, self.norm, EPS), layer.gate_up).chunk(2, dim=1)
+            hidden = invariant_gemm(F.silu(gate) * up, layer.down, residual=hidden)
         return hidden
 
     def _rotated(self, qkv: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.view(self.rows, -1, self.shape.dim) for part in torch.split(qkv, self.parts, dim=1))
-        return qk_norm_rope.qk_norm_rope(q, k, v, self.rotation, self.keys, self.values, self.slots)
+        return qk_norm_rope(q, k, v, self.rotation, self.keys, self.values, self.slots)
 
 
 def table_rows(repeats: int) -> list[Row]:
     found: list[Row] = []
     for shape, numerics, (rows, context) in itertools.product(SHAPES, ("fast", "invariant"), STEPS):
-        if numerics == "fast" and rows > SKINNY_ROWS:
+        if numerics == "fast" and rows > MAX_ROWS:
             continue
         x = torch.randn((rows, shape.width), generator=torch.Generator("cuda").manual_seed(rows), device="cuda")
         layers = DecodeLayers(shape, rows, context, x.bfloat16())
         step = layers.fast if numerics == "fast" else layers.invariant
-        early = graph_of(step)
-        with in_turn():
+        pdl = graph_of(step)
+        with without_pdl():
             plain = graph_of(step)
-        early_ms, in_turn_ms = times_ms([early, plain], repeats)
+        pdl_ms, plain_ms = times_ms([pdl, plain], repeats)
         found.append(
             {
                 "case": f"{shape.name}, {numerics}",
                 "rows": rows,
                 "context": context,
-                "early_ms": round(early_ms, 3),
-                "in_turn_ms": round(in_turn_ms, 3),
-                "ratio": round(early_ms / in_turn_ms, 3),
+                "pdl_ms": round(pdl_ms, 3),
+                "plain_ms": round(plain_ms, 3),
+                "ratio": round(pdl_ms / plain_ms, 3),
             }
         )
         print(found[-1], flush=True)
@@ -188,7 +163,7 @@ def main() -> None:
     args = parser.parse_args()
     with torch.inference_mode():
         found = table_rows(args.repeats)
-    publish("early-launches", found, args.out, notes="bf16; medians of graph replays, alternately")
+    publish("pdl", found, args.out, notes="bf16; medians of graph replays, alternately")
 
 
 if __name__ == "__main__":
