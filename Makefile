@@ -38,7 +38,7 @@ HAS_FLASHINFER := import importlib.util, sys; sys.exit(importlib.util.find_spec(
 serve: $(VENV)/.serve
 	exec $(RUN) -m deployments.cli serve $(CONFIG)
 
-# Every guarantee once, but for what takes seconds of a core: about seven minutes on two idle cores, the aim being six.
+# Every guarantee once, but for what takes seconds of a core: seven to eight minutes on two idle cores, the aim being six.
 test: TIER := --fast
 test: test-all
 
