@@ -37,6 +37,7 @@ CHUNK = 2048  # columns of torch.mm into one fp32 buffer of 32 MiB
 def graph_of(op: Callable[[], object]) -> Callable[[], None]:
     """Captures a call in a CUDA graph and returns its replay."""
     side: torch.cuda.Stream = _cuda.Stream()
+    side.wait_stream(_cuda.current_stream())  # which may still be writing what the call reads
     with torch.cuda.stream(side):
         op()
     side.synchronize()
