@@ -1,12 +1,13 @@
-"""Measures an encoder over packed rows against padded batches of the library, on pairs of mixed lengths.
+"""Measures an encoder over packed rows against padded batches of the library, on pairs of mixed or equal lengths.
 
     python -m benchmarks.engine.bench_encoder --threads 2 --out benchmarks/results
-    python -m benchmarks.engine.bench_encoder --shapes modernbert-base --dtype bfloat16
+    python -m benchmarks.engine.bench_encoder --device cuda --dtype bfloat16 --lengths 128,512
 
 Every side scores the same pairs with the same random weights, in turn within a round; times are medians of the rounds.
 `padded` are batches of `--batch` pairs in the order given, each padded to its longest, by the library's scaled dot
 product attention; `sorted` are the same of pairs sorted by length. `packed` are passes of at most `--tokens` tokens in
-the order given. Lengths are log-normal, from 16 tokens to 512. `difference` is the largest between the logits of
+the order given. Mixed lengths are log-normal, from 16 tokens to 512. Of pairs of one length a padded batch holds as
+many tokens as a packed pass, where that is more than `--batch` pairs. `difference` is the largest between the logits of
 packed and padded pairs.
 """
 
@@ -38,6 +39,16 @@ SHAPES: dict[str, Callable[[], Any]] = {  # of published rerankers
     "xlm-roberta-base": lambda: transformers.XLMRobertaConfig(
         vocab_size=32_000, max_position_embeddings=514, type_vocab_size=1, num_labels=1
     ),
+    "bge-reranker-v2-m3": lambda: transformers.XLMRobertaConfig(
+        vocab_size=250_002,
+        hidden_size=1024,
+        num_attention_heads=16,
+        num_hidden_layers=24,
+        intermediate_size=4096,
+        max_position_embeddings=8194,
+        type_vocab_size=1,
+        num_labels=1,
+    ),
     "modernbert-base": lambda: transformers.ModernBertConfig(num_labels=1),
     "deberta-v3-small": lambda: transformers.DebertaV2Config(
         vocab_size=32_000,
@@ -55,10 +66,13 @@ SHAPES: dict[str, Callable[[], Any]] = {  # of published rerankers
 }
 
 
-def mixed_rows(count: int, vocab_size: int, seed: int = 0) -> list[EncoderRow]:
-    """Returns random rows of mixed lengths, in random order."""
+def random_rows(count: int, vocab_size: int, length: int | None = None, seed: int = 0) -> list[EncoderRow]:
+    """Returns random rows of a length, or of mixed ones in random order."""
     rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(np.log(MEDIAN), SPREAD, count), SHORTEST, LONGEST).astype(int)
+    if length is None:
+        lengths = np.clip(rng.lognormal(np.log(MEDIAN), SPREAD, count), SHORTEST, LONGEST).astype(int)
+    else:
+        lengths = np.full(count, length)
     return [EncoderRow(rng.integers(FIRST_ID, vocab_size, length).astype(np.int32)) for length in lengths]
 
 
@@ -92,8 +106,8 @@ def packed_scores(model: EncoderModel, rows: Sequence[EncoderRow], tokens: int) 
 
 
 @torch.inference_mode()
-def measure(name: str, args: argparse.Namespace) -> Row:
-    """Runs all sides of one shape."""
+def measure(name: str, args: argparse.Namespace) -> list[Row]:
+    """Runs all sides of one shape, with each of the lengths."""
     torch.manual_seed(0)
     config, options = SHAPES[name](), {"dtype": DTYPES[args.dtype]}
     reference = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager", **options)
@@ -101,11 +115,16 @@ def measure(name: str, args: argparse.Namespace) -> Row:
     model = EncoderModel(_copy(reference, SHAPES[name](), options))
     if name != "deberta-v3-small":  # the library has no other attention for it
         reference.set_attn_implementation("sdpa")
-    rows = mixed_rows(args.pairs, config.vocab_size)
+    return [_compared(name, reference, model, length, args) for length in args.lengths]
+
+
+def _compared(name: str, reference: Any, model: EncoderModel, length: int | None, args: argparse.Namespace) -> Row:
+    rows = random_rows(args.pairs, reference.config.vocab_size, length)
     lengths = np.array([len(row.ids) for row in rows])
+    batch = args.batch if length is None else max(args.batch, args.tokens // length)
     sides: dict[str, Callable[[], torch.Tensor]] = {
-        "padded": lambda: padded_scores(reference, rows, np.arange(len(rows)), args.batch),
-        "sorted": lambda: padded_scores(reference, rows, np.argsort(-lengths), args.batch),
+        "padded": lambda: padded_scores(reference, rows, np.arange(len(rows)), batch),
+        "sorted": lambda: padded_scores(reference, rows, np.argsort(-lengths), batch),
         "packed": lambda: packed_scores(model, rows, args.tokens),
     }
     seconds: dict[str, list[float]] = {side: [] for side in sides}
@@ -118,7 +137,7 @@ def measure(name: str, args: argparse.Namespace) -> Row:
                 seconds[side].append(time.perf_counter() - since)
     rates = {side: len(rows) / statistics.median(times) for side, times in seconds.items()}
     return {
-        "case": f"{name} {args.dtype}",
+        "case": f"{name} {args.dtype}" + ("" if length is None else f", {length} tokens"),
         "pairs": len(rows),
         "tokens": int(lengths.sum()),
         **{f"{side}_pairs_s": rate for side, rate in rates.items()},
@@ -126,6 +145,10 @@ def measure(name: str, args: argparse.Namespace) -> Row:
         "over_sorted": rates["packed"] / rates["sorted"],
         "difference": float((scores["packed"] - scores["padded"]).abs().max()),
     }
+
+
+def _lengths(words: str) -> list[int | None]:
+    return [None if word == "mixed" else int(word) for word in words.split(",")]
 
 
 def _copy(module: Any, config: Any, options: dict[str, Any]) -> Any:
@@ -138,6 +161,7 @@ def _copy(module: Any, config: Any, options: dict[str, Any]) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="names with commas")
+    parser.add_argument("--lengths", type=_lengths, default="mixed", help="tokens of a pair, or mixed; with commas")
     parser.add_argument("--pairs", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32, help="pairs of a padded batch")
     parser.add_argument("--tokens", type=int, help="of a packed pass, at most; 1024 on a CPU, else 16384")
@@ -145,13 +169,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    parser.add_argument("--name", default="encoder", help="begins the name of the results")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.tokens = args.tokens or (1024 if args.device == "cpu" else 16384)
     if args.threads:
         torch.set_num_threads(args.threads)
-    results = [measure(name, args) for name in args.shapes.split(",")]
-    publish(f"encoder-{args.device}-{args.dtype}", results, args.out, f"{torch.get_num_threads()} threads")
+    results = [row for name in args.shapes.split(",") for row in measure(name, args)]
+    publish(f"{args.name}-{args.device}-{args.dtype}", results, args.out, f"{torch.get_num_threads()} threads")
 
 
 if __name__ == "__main__":
