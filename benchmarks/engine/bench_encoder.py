@@ -6,7 +6,7 @@
 Every side scores the same pairs with the same random weights, in turn within a round; times are medians of the rounds.
 `padded` are batches of `--batch` pairs in the order given, each padded to its longest, by the library's scaled dot
 product attention; `sorted` are the same of pairs sorted by length. `packed` are passes of at most `--tokens` tokens in
-the order given. Mixed lengths are log-normal, from 16 tokens to 512. Of pairs of one length a padded batch holds as
+the order given. Mixed lengths are log-normal, from 16 tokens to 512. With pairs of one length a padded batch holds as
 many tokens as a packed pass, where that is more than `--batch` pairs. `difference` is the largest between the logits of
 packed and padded pairs.
 """
