@@ -22,7 +22,7 @@ from engine.model.interface import CausalLM
 from engine.model_runner import ModelRunner
 from engine.output_processor import OutputProcessor
 from engine.requests import EngineError, ErrorCode, GenerateRequest, Int32s, Int64s
-from engine.scheduler.request_state import RequestTable, ScoringState
+from engine.scheduler.request_state import Phase, RequestTable, ScoringState
 from engine.scheduler.request_tracker import RequestTracker, lost
 from engine.scheduler.scheduler import Scheduler, Step
 from engine.scheduler.token_stream import TokenStream
@@ -353,6 +353,9 @@ class EngineCore:
         for state in step.requests():
             failed = EngineError(ErrorCode.STEP_FAILED, "The step that computed this request failed.")
             self.tracker.fail(state, lost(state) if device_lost else failed)
+        for row in step.prefilled or step.sampled:
+            if row.phase is Phase.CLOSED:  # perhaps before, by a caller that left: what it computed here is not sound
+                self.scheduler.running.distrust(row)
         if device_lost:
             raise error
         self._finish(step)

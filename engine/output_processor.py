@@ -77,7 +77,7 @@ class OutputProcessor:
                 unsound = np.flatnonzero(np.isnan(own).any(axis=1)) + items.start
                 state.fail(unsound)
                 bad = len(unsound)
-            if self._part_done(state, len(items), bad):
+            if self._part_done(step, state, len(items), bad):
                 self._tracker.finish(state, state.result(now))
 
     def _likelihoods(self, step: Step, found: RowLogprobs, now: float) -> None:
@@ -89,14 +89,14 @@ class OutputProcessor:
                 self._recorder.wasted_tokens += len(tokens)
                 continue
             bad = _fill(state.found, tokens.start, found, row, len(tokens))
-            if self._part_done(state, len(tokens), bad):
+            if self._part_done(step, state, len(tokens), bad):
                 self._finish_likelihood(state, now)
 
-    def _part_done(self, state: ScoringState, size: int, bad: int) -> bool:
+    def _part_done(self, step: Step, state: ScoringState, size: int, bad: int) -> bool:
         """Counts a part of `size` rows, `bad` of them not finite; tells whether it was the last of its request."""
         self._recorder.nonfinite_rows += bad
         if size == 0 or bad < size:
-            self._scheduler.score_batcher.share_prefix(state)
+            self._scheduler.score_batcher.share_prefix(state, step.prefixes[state])
         state.pending -= size
         return state.launched and state.pending == 0
 

@@ -50,6 +50,7 @@ def answer_cost(request: GenerateRequest, emitted: int, costs: Costs) -> int:
 
 
 K = TypeVar("K", bound=Any)  # keys have an order
+MAX_LEVELS = 8  # priorities whose queues are kept in order
 BLOCK = 256  # entries of a block at first; one of twice as many is cut
 
 
@@ -126,7 +127,8 @@ class TenantQueues:
     """Counts waiting tokens. Not thread-safe.
 
     Once it was asked what is before a request, or for the largest queues, it keeps the answers' order up to date: the
-    cost of a request hardly grows with the tenants.
+    cost of a request hardly grows with the tenants. It does so for the MAX_LEVELS priorities that were asked for last,
+    since each costs every change.
     """
 
     def __init__(self) -> None:
@@ -210,15 +212,19 @@ class TenantQueues:
 
     def before(self, tenant: str, priority: int, cost: float) -> float:
         """Returns the waiting tokens that are served before the end of a request of `cost` tokens that comes now."""
-        level = self._levels.get(priority)
+        level = self._levels.pop(priority, None)
         if level is None:
             level = self._begin_level(priority)
+        self._levels[priority] = level  # the last one
         share = self._tenants.get(tenant, 0) + cost  # that each other tenant has been served when the request ends
         unlisted = min(self.unlisted, self.unlisted_queues * share) if self.unlisted_queues else self.unlisted
         return self._earlier[priority] + level.capped_sum(share) + unlisted
 
     def _begin_level(self, priority: int) -> SizeIndex[str]:
-        """Begins to keep what is before requests of a priority."""
+        """Returns what is before requests of a priority, in place of the one that was asked for longest ago."""
+        if len(self._levels) >= MAX_LEVELS:
+            oldest = next(iter(self._levels))
+            del self._levels[oldest], self._earlier[oldest]
         sizes: dict[str, float] = {}
         earlier = 0.0
         for (queued, tenant), tokens in self._queues.items():
@@ -226,8 +232,8 @@ class TenantQueues:
                 earlier += tokens
             else:
                 sizes[tenant] = sizes.get(tenant, 0) + tokens
-        self._earlier[priority], self._levels[priority] = earlier, SizeIndex(sizes)
-        return self._levels[priority]
+        self._earlier[priority] = earlier
+        return SizeIndex(sizes)
 
     def work_off(self, tokens: float) -> None:
         """Takes away tokens that were computed, in equal shares of the queues."""

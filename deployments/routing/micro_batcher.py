@@ -164,7 +164,7 @@ class MicroBatch:
         self.tokens = 0
         self.timer: asyncio.TimerHandle | None = None
         self._send = send
-        self._waiting = 0  # items whose clients have not left
+        self._waiting = 0  # items without an answer whose clients have not left
         self._call: asyncio.Task[None] | None = None
 
     def add(self, request: RowsCall, route: Route) -> PendingItem:
@@ -176,6 +176,8 @@ class MicroBatch:
 
     def remove(self, item: PendingItem) -> None:
         """Removes an item. One that leaves before the call is not sent; the last to leave ends the call."""
+        if item.reply.done() and not item.reply.cancelled():
+            return
         self._waiting -= 1
         if self._call is None:
             self.items.remove(item)
@@ -226,11 +228,11 @@ class MicroBatch:
             raise unexpected(None)
         return found
 
-    @staticmethod
-    def _deliver(items: Sequence[PendingItem], replies: Sequence[object]) -> None:
+    def _deliver(self, items: Sequence[PendingItem], replies: Sequence[object]) -> None:
         for item, reply in zip(items, replies, strict=True):
             if reply is not None and not item.reply.done():
                 item.reply.set_result(reply)
+                self._waiting -= 1
 
 
 def _tokens(request: RowsCall) -> int:

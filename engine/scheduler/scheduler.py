@@ -62,6 +62,7 @@ class Step:
     prefilled: list[SequenceState] = field(default_factory=list)  # rows of a prefill step, sampled or not
     completed: list[SequenceState] = field(default_factory=list)  # rows whose prefill this step ends
     parts: list[ScorePart] = field(default_factory=list)  # the rows of a score step, in order of the logits
+    prefixes: dict[ScoringState, int] = field(default_factory=dict)  # tokens of a prefix that are computed behind it
     scratch: list[Int32s] = field(default_factory=list)  # pool slots to free once the step has finished
     charges: list[tuple[RequestState, int]] = field(default_factory=list)  # new tokens by request
     planned: float = 0.0  # the engine's time, seconds
@@ -269,7 +270,7 @@ class Scheduler:
         }
         if self._over_share.issuperset(waiting):
             self._over_share = frozenset()
-        if self.table.free and not self._no_room:
+        if not waiting or (self.table.free and not self._no_room):
             return True
         rows = [one for one in self.table.sequences if one is not None and _may_yield(one)]
         held = Counter(sequence.parent.tenant for sequence in rows)
@@ -442,6 +443,7 @@ class Scheduler:
             spent = self.score_batcher.give(state, allowance, left)
             if spent > 0:
                 step.charges.append((state, spent))
+                step.prefixes[state] = len(state.prefix_slots)
             if state.launched:
                 self.scores.remove(state)
             return spent

@@ -156,19 +156,22 @@ class ScoreBatcher:
 
         self._kv_cache.free_later(free)
 
-    def share_prefix(self, state: ScoringState) -> None:
-        """Puts what is computed of the prefix into the tree, and goes over to the tree's slots."""
-        done = len(state.prefix_slots)
-        if state.prefix_owned == done:
+    def share_prefix(self, state: ScoringState, done: int) -> None:
+        """Puts the first `done` tokens of the prefix into the tree, and goes over to the tree's slots.
+
+        They are computed. A step that is in flight may be computing others, and may fail.
+        """
+        if state.prefix_owned >= done:
             return
         tree, own = self._kv_cache.prefix_cache, state.prefix_slots
-        node, slots, present = tree.insert(state.domain, state.request.prefix[:done], own)
+        node, slots, present = tree.insert(state.domain, state.request.prefix[:done], own[:done])
         copies = own[state.prefix_owned : max(present, state.prefix_owned)]
         old = state.node
         tree.lock(node)
         if old is not None:
             tree.unlock(old)
-        state.node, state.prefix_slots, state.prefix_owned = node, slots, done
+        state.node, state.prefix_owned = node, done
+        state.prefix_slots = np.concatenate((slots, own[done:])) if len(own) > done else slots
         self._kv_cache.free_later(lambda: self._kv_cache.free(copies))
 
     def _may_share(self, state: ScoringState) -> bool:

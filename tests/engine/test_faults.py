@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from engine.requests import EngineError, ErrorCode, GenerateRequest, ScoreRequest
+from engine.scheduler.running_batch import RunningBatch
+from engine.scheduler.score_batcher import ScoreBatcher
 from gpu_sampler.sampling_params import ParamError
 from gpu_sampler.state.host_state import OverlayFull
 from tests.support import toy_model
@@ -181,6 +184,62 @@ async def test_a_result_that_cannot_be_read_fails_its_step_only(make_rig: MakeRi
     assert rig.engine.stats().failed_steps == 1
     again = await rig.together(*requests)
     assert again == await make_rig().together(*requests)
+
+
+@pytest.mark.parametrize("sound", [True, False])
+async def test_a_prefix_of_a_step_that_failed_is_not_kept(
+    make_rig: MakeRig, score_job: MakeScore, sound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step is read once the second, which goes on with the prefix, has failed. Unsound: all of it is kept."""
+    launched = []
+
+    def fails_second(step: Any) -> None:
+        launched.append(step)
+        if len(launched) == 2:
+            raise MemoryError("no room")
+
+    if not sound:
+        share = ScoreBatcher.share_prefix
+        monkeypatch.setattr(
+            ScoreBatcher, "share_prefix", lambda self, state, _: share(self, state, len(state.prefix_slots))
+        )
+    rig = make_rig(overlap=True, token_budget=64, before_step=fails_second, start=False)
+    prefix, items = range(150), [[1], [2]]
+    tasks = [asyncio.create_task(rig.engine.score(job)) for job in (score_job([], [[7, 8]]), score_job(prefix, items))]
+    await rig.queued()
+    rig.engine.start()
+    first, second = await answers(*tasks)
+    assert first.status.tolist() == [0] and second.code is ErrorCode.STEP_FAILED
+    (again,) = await answers(rig.engine.score(score_job(prefix, items)))
+    if sound:
+        wanted = await make_rig().engine.score(score_job(prefix, items))
+        assert again.label_logprobs.tobytes() == wanted.label_logprobs.tobytes()
+    else:
+        assert isinstance(again, EngineError)  # the toy refuses what it finds in slots that were not written
+
+
+@pytest.mark.parametrize("sound", [True, False])
+async def test_a_prompt_of_a_step_that_failed_is_not_kept_for_a_client_that_left(
+    make_rig: MakeRig, generate_job: MakeJob, sound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(out: Any) -> Any:
+        raise OSError("lost on the way")
+
+    if not sound:
+        monkeypatch.setattr(RunningBatch, "distrust", lambda self, sequence: None)
+    rig = make_rig(overlap=True, start=False)
+    core = rig.engine.core
+    task = asyncio.create_task(rig.run(generate_job(range(20))))
+    await rig.queued()
+    monkeypatch.setattr(rig.sampler, "fetch", lambda out: SimpleNamespace(result=lambda: broken(out)))
+    core._round()  # launches the prompt
+    core._running = True
+    task.cancel()
+    await answers(task)
+    core._round()  # takes the cancellation, and reads the step
+    core._running = False
+    assert rig.engine.stats().failed_steps == 1
+    assert (rig.engine.stats().kv_slots_cached == 0) == sound
 
 
 async def test_two_engines_give_the_same_bits(make_rig: MakeRig, generate_job: MakeJob, score_job: MakeScore) -> None:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from engine.request_cost import BLOCK, SizeIndex, TenantQueues
+from engine.request_cost import BLOCK, MAX_LEVELS, SizeIndex, TenantQueues
 
 PRIORITIES = (-1, 0, 0, 0, 5)
 
@@ -40,6 +40,17 @@ def test_answers_follow_every_change(tenants: int) -> None:
             found = [(one.tokens, one.priority, one.tenant) for one in queues.largest(8)]
             expected = heapq.nlargest(8, ((tokens, *key) for key, tokens in queues._queues.items()))
             assert found == [(int(tokens), *key) for tokens, *key in expected]
+
+
+def test_priorities_that_were_asked_for_once_cost_nothing_more() -> None:
+    queues = TenantQueues()
+    queues.add("a", 0, 10)
+    for priority in range(-1000, 1000):
+        asked = "b", priority, 5
+        assert queues.before(*asked) == before(queues, *asked)
+        assert queues.before("b", 0, 7) == 7
+    assert len(queues._levels) == len(queues._earlier) == MAX_LEVELS
+    assert 0 in queues._levels
 
 
 def test_an_index_that_shrinks_and_grows_stays_in_order() -> None:

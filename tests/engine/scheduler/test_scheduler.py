@@ -182,6 +182,16 @@ async def test_a_suspect_is_soon_isolated_no_more(
     assert (seen[begun:ended].count(False) > 8) is planted
 
 
+@pytest.mark.parametrize(("rows", "requests"), [(1, 1), (4, 4), (4, 9)])
+async def test_suspects_alone_may_have_every_row(
+    make_rig: MakeRig, generate_job: MakeJob, rows: int, requests: int
+) -> None:
+    """No row may be yielded then, and no request waits for one while the last prompt is computed."""
+    rig = make_rig(token_budget=64, max_running=rows)
+    jobs = [generate_job([n] * 150, isolated=True, max_tokens=60) for n in range(requests)]
+    assert [len(one.tokens) for one in await rig.together(*jobs)] == [60] * requests
+
+
 def names(step: Any) -> list[str]:
     return [state.request.request_id for state in step.requests()]
 
