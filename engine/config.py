@@ -228,7 +228,7 @@ class EngineOptions:
     max_step_s: Annotated[float | None, Range(0, 10, open_low=True)] = None
     """A prefill or scoring step takes about this time at most, because a request that arrives meanwhile waits for its
     end. None: 0.1 on a CPU and 0.4 on a GPU, or eight times what a step takes beside its tokens. While requests of
-    several API keys come, steps of every kind take 0.01 on a CPU and 0.1 on a GPU at most, or twice what a step takes
+    several API keys come, steps of every kind take 0.006 on a CPU and 0.1 on a GPU at most, or twice what a step takes
     beside its tokens."""
     cpu_priority: Literal["normal", "idle"] = "normal"
     """CPU only. `idle`: steps run on the cores that other threads leave free, so that HTTP goes first. For a machine

@@ -36,10 +36,11 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guides" / "which-models.md"
 BEGIN, END = "<!-- table: python -m tools.served_models -->\n", "<!-- end of table -->\n"
 LM, SEQUENCE, TOKEN, POOLED = "language model", "sequence", "token", "pooled"
+ENCODER_PROMPT = "none: the tokenizer writes pairs"
 DECLARED = f"declared: {', '.join(ROLES)}"
 PROMPTS = {
     LM: "rerank.template",
-    SEQUENCE: "none needed, or rerank.template",
+    SEQUENCE: "rerank.template, or the repository's; conversations need none",
     TOKEN: "none: it does not rank",
     POOLED: "none needed: the cosine of two vectors",
     DECLARED: "rerank.template, for a head of one number",
@@ -65,7 +66,7 @@ def served_models() -> list[SupportedModel]:
         *_architectures(sequence, AutoModelForSequenceClassification, SEQUENCE, TESTS["sequence"]),
         *_architectures(sequence, AutoModelForTokenClassification, TOKEN, TESTS["token"]),
         SupportedModel(PROCESS_REWARD, TOKEN, PROMPTS[TOKEN], TESTS["token"]),
-        *_architectures(ENCODERS, AutoModelForSequenceClassification, SEQUENCE, TESTS["encoder"]),
+        *_architectures(ENCODERS, AutoModelForSequenceClassification, SEQUENCE, TESTS["encoder"], ENCODER_PROMPT),
         *_architectures(ENCODERS, AutoModel, POOLED, TESTS["encoder"]),
         *_architectures({"qwen3": lambda: config_of("qwen3")}, AutoModel, POOLED, TESTS["vectors"]),
         *_architectures(
@@ -94,9 +95,9 @@ def _layouts(layouts: Mapping[str, Layout]) -> Iterator[SupportedModel]:
 
 
 def _architectures(
-    configs: Mapping[str, Callable[[], Any]], auto: Any, head: str, test: str
+    configs: Mapping[str, Callable[[], Any]], auto: Any, head: str, test: str, prompt: str | None = None
 ) -> Iterator[SupportedModel]:
-    """Yields each architecture of a test once, if it is served."""
+    """Yields each architecture of a test once, if it is served. `prompt`: in place of that of its head."""
     names: dict[str, None] = {}
     for make in configs.values():
         config = make()
@@ -109,7 +110,7 @@ def _architectures(
             continue
         names[config.architectures[0]] = None
     for name in sorted(names):
-        yield SupportedModel(name, head, PROMPTS[head], test)
+        yield SupportedModel(name, head, prompt or PROMPTS[head], test)
 
 
 def _class_name(auto: Any, config: Any) -> str:

@@ -133,8 +133,8 @@ class Planner:
             self.kv_cache.finish()
             if step.scratch:
                 self.kv_cache.free(np.concatenate(step.scratch))
-            for state in {state for state, _ in step.parts}:
-                self.scheduler.score_batcher.share_prefix(state)
+            for state, done in step.prefixes.items():
+                self.scheduler.score_batcher.share_prefix(state, done)
                 if state.launched:
                     self.scheduler.score_batcher.release(state)
 

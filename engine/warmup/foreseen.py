@@ -31,7 +31,7 @@ def foresee(folder: Path, dtype: str) -> Foreseen | None:
 
     Args:
         folder: The model's files.
-        dtype: `model.dtype`.
+        dtype: That of the logits, or auto: that of the weights.
 
     Raises:
         BadCheckpoint: config.json is damaged.

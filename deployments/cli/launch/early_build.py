@@ -92,7 +92,8 @@ def commands_of(args: AppArgs, architectures: Sequence[str]) -> list[list[str]]:
         dtypes = () if model.dtype == "auto" else ("--dtypes", model.dtype)
         folders = [str(folder), *_draft_folders(engine)]
         commands.append([ATTENTION, "--model", *folders, *dtypes])
-    found = foresee(folder, model.dtype) if model.head == "auto" else None
+    logits = model.dtype if engine.numerics == "fast" else "float32"
+    found = foresee(folder, logits) if model.head == "auto" else None
     if found is not None and engine.sampler.backend != "numpy":
         commands.append([KERNELS, *arguments_for(found, engine, architectures)])
     return commands

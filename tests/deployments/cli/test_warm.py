@@ -138,20 +138,20 @@ def test_commands_are_those_of_the_models_files(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "engine", "expected"),
+    ("model", "engine", "expected", "logits"),
     [
-        ({"dtype": "float32"}, {}, {"precompile_kernels"}),  # its attention is torch's
-        ({}, {"numerics": "invariant"}, {"precompile_kernels"}),  # its attention is our own
-        ({"head": "pooled"}, {}, {"precompile_flashinfer"}),  # nothing is sampled
-        ({"dtype": "float16"}, {}, {"precompile_flashinfer", "precompile_kernels"}),
+        ({"dtype": "float32"}, {}, {"precompile_kernels"}, "float32"),  # its attention is torch's
+        ({}, {"numerics": "invariant"}, {"precompile_kernels"}, "float32"),  # its attention is our own
+        ({"head": "pooled"}, {}, {"precompile_flashinfer"}, None),  # nothing is sampled
+        ({"dtype": "float16"}, {}, {"precompile_flashinfer", "precompile_kernels"}, "float16"),
     ],
 )
 def test_only_what_is_used_is_compiled(
-    folder: Path, model: dict[str, Any], engine: dict[str, Any], expected: set[str]
+    folder: Path, model: dict[str, Any], engine: dict[str, Any], expected: set[str], logits: str | None
 ) -> None:
     found = commands({"path": str(folder), **model}, engine=engine)
     assert found.keys() == expected
-    assert all(model.get("dtype", "bfloat16") in arguments for name, arguments in found.items() if "kernels" in name)
+    assert all(logits in arguments for name, arguments in found.items() if "kernels" in name)
 
 
 @pytest.mark.parametrize(

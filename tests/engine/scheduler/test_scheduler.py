@@ -182,6 +182,7 @@ async def test_a_suspect_is_soon_isolated_no_more(
     assert (seen[begun:ended].count(False) > 8) is planted
 
 
+@pytest.mark.risk("R10")
 @pytest.mark.parametrize(("rows", "requests"), [(1, 1), (4, 4), (4, 9)])
 async def test_suspects_alone_may_have_every_row(
     make_rig: MakeRig, generate_job: MakeJob, rows: int, requests: int
