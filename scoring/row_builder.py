@@ -540,7 +540,7 @@ class PairRowBuilder(RowBuilder):
             raise self._query_too_long(len(self.query) + frame.size)
         texts = [item for item in self.items if isinstance(item, str)]
         parts: dict[int, list[int]] = {}
-        truncated, segments = [0] * len(texts), []
+        truncated, segments = [0] * len(texts), dict[int, int]()
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False, plain=True)
         most = room if spec.max_item_tokens is None else spec.max_item_tokens
         self.check_total(sum(frame.size + min(len(self.query) + min(len(item), most), room) for item in encoded))
@@ -557,9 +557,9 @@ class PairRowBuilder(RowBuilder):
             query, own = cut_ids(self.query, first, spec.truncation_side), cut_ids(own, second, spec.truncation_side)
             truncated[index] = len(item) - len(own)
             parts[index] = [*frame.before, *query, *frame.between, *own, *frame.after]
-            segments.append(len(frame.before) + len(query) + frame.first_of_between)
-        rows = unshared(self.pack([], parts, truncated))
-        return rows._replace(segments=np.array(segments, np.int32))
+            segments[index] = len(frame.before) + len(query) + frame.first_of_between
+        rows = unshared(self.pack([], parts, truncated))  # without those that have ids the model lacks
+        return rows._replace(segments=np.array([segments[index] for index in rows.items], np.int32))
 
     def head_size(self, prefix: Int32s) -> int:
         """See `RowBuilder.head_size`. These rows share nothing."""
@@ -585,17 +585,16 @@ def check_tokens(given: int, maximum: int, field: str, advice: str = "Send fewer
         raise ScoringError(ScoreCode.REQUEST_TOO_LARGE, message, field)
 
 
-def check_joined(given: int, maximum: int, field: str) -> None:
+def check_joined(
+    given: int, maximum: int, field: str, advice: str = "Send fewer items or use the concat seam."
+) -> None:
     """Checks the characters of all joined texts of a request together.
 
     Raises:
         ScoringError: `given` is more than `maximum`.
     """
     if given > maximum:
-        message = (
-            f"The joined text must be at most {maximum} characters. Given: {given}. "
-            "Send fewer items or use the concat seam."
-        )
+        message = f"The joined text must be at most {maximum} characters. Given: {given}. {advice}"
         raise ScoringError(ScoreCode.REQUEST_TOO_LARGE, message, field)
 
 

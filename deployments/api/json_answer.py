@@ -74,7 +74,7 @@ def _parts(value: object) -> Iterator[bytes]:
 
 def _groups(values: list[Any]) -> Iterator[list[Any]]:
     """Cuts a list into runs that one call may write. An entry that is too large is a run of its own."""
-    if not isinstance(values[0], dict | list | str):
+    if not isinstance(_first_of(values), dict | list | str):
         yield from (values[start : start + ENTRIES] for start in range(0, len(values), ENTRIES))
         return
     group: list[Any] = []
@@ -90,12 +90,17 @@ def _groups(values: list[Any]) -> Iterator[list[Any]]:
 
 
 def _entries(value: object) -> int:
-    """Estimates how many numbers take as long to write. The first entry of a list stands for the others."""
+    """Estimates how many numbers take as long to write. The first entry of a list that is not null stands for all."""
     if isinstance(value, dict):
         return 1 + sum(map(_entries, value.values()))
     if isinstance(value, list):
-        return 1 + len(value) * _entries(value[0]) if value else 1
+        return 1 + len(value) * _entries(_first_of(value)) if value else 1
     return 1 + len(value) // TEXT_ENTRY if isinstance(value, str) else 1
+
+
+def _first_of(values: list[Any]) -> object:
+    """Returns the first entry that is not null, or null."""
+    return next((one for one in values if one is not None), None)
 
 
 def _json(value: object) -> bytes:

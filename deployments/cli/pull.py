@@ -1,9 +1,12 @@
 """Downloads a model's files for the service, which reaches out to nothing itself: `assay pull REPOSITORY@REVISION`."""
 
 import argparse
+import contextlib
+import fcntl
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     from engine.model.file_digests import FileRecord
@@ -105,21 +108,36 @@ def _fetch(repository: str, commit: str, listed: Any, file: Path) -> "FileRecord
         return record_of(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.{(digest or commit)[:12]}.part")
-    with part.open("wb" if digest is None else "ab") as opened:
+    with part.open("ab") as opened:
+        _own(opened, part)
+        if digest is None or (listed.size is not None and opened.tell() > listed.size):
+            opened.truncate(0)  # nothing tells what it is of, or it is of nothing
         http_get(
             hf_hub_url(repository, listed.rfilename, revision=commit),
             opened,
-            resume_size=opened.tell(),
+            resume_size=opened.seek(0, os.SEEK_END),
             headers={**build_hf_headers(), "Accept-Encoding": "identity"},
             expected_size=listed.size,
             displayed_filename=listed.rfilename,
         )
-    found = record_of(part)
-    if digest not in (None, found.sha256):
-        part.unlink()
-        raise BrokenDownload(f"{listed.rfilename} has the SHA-256 {found.sha256}, and the repository lists {digest}.")
-    part.replace(file)
+        opened.flush()
+        found = record_of(part)
+        if digest not in (None, found.sha256):
+            part.unlink()
+            raise BrokenDownload(
+                f"{listed.rfilename} has the SHA-256 {found.sha256}, and the repository lists {digest}."
+            )
+        part.replace(file)
     return found
+
+
+def _own(opened: BinaryIO, part: Path) -> None:
+    """Keeps other downloads off a file. Raises BrokenDownload where one is under way."""
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(opened.fileno()), part.stat()):  # else it has been renamed meanwhile
+            return
+    raise BrokenDownload(f"{part} is being written by another download.")
 
 
 def _first_line(error: BaseException) -> str:

@@ -108,9 +108,18 @@ class AppArgs(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _time_to_stop(self) -> Self:
+        grace_s, longest_s = self.drain.ingress_grace_s, self.deadlines.max_s
+        if longest_s + grace_s < 0:
+            raise ValueError(
+                f"`drain.ingress_grace_s` must be at least -`deadlines.max_s`, {-longest_s:g}. Given: {grace_s:g}."
+            )
+        return self
+
     @property
     def may_have_peers(self) -> bool:
-        """Whether the application may have more than one replica at a time."""
+        """Whether the application may have more than one replica at a time, by these arguments."""
         return self.replica.count > 1 or self.autoscaling.max_replicas is not None
 
     def engine_config(self) -> EngineConfig:

@@ -18,6 +18,7 @@ MAX_PASSED = 16  # requests whose items are too long for the rest of a step, bef
 MAX_NO_ROOM = 16  # requests that find too few free slots, before a step is closed: each looks for slots to free
 BLOCK = 64  # items of one query stay together, to keep its prefix hot
 MAX_STEP_LOGITS = 160_000_000  # elements of one step's logits: 1,024 rows of 152k
+MAX_STEP_ATTENDED = 1 << 26  # slots that a step names before no row is added: each takes four bytes on host and device
 NO_ROWS = np.empty(0, np.int32)
 # The next rows of a step's logits, and the answers of a request that they are: by default an item has one; a likelihood
 # request has one a wanted token.
@@ -49,6 +50,7 @@ class ScoreBatcher:
         self._scratch: list[Int32s] = []
         self._parts: list[ScorePart] = []
         self._rows = 0
+        self._attended = 0  # slots that the step names
         self._owner: ScoringState | None = None  # the other requests of the step must agree with it
         self._first: ScoringState | None = None
         self._full = False  # no request can have more of the step
@@ -74,6 +76,7 @@ class ScoreBatcher:
         self.budget = budget
         self._first, self._current = first, None
         self._scheduled, self._scratch, self._parts, self._rows = scheduled, scratch, [], 0
+        self._attended = 0
         self._owner, self._full, self.starving = None, False, False
         self._passed = self._no_room = 0
         self._first_named = self._released_after = None
@@ -203,7 +206,7 @@ class ScoreBatcher:
 
     def _items(self, state: ItemState, allowance: int, left: int) -> int:
         """Computes as many whole items as the allowance buys, or a block of them; the first is cut if it must be."""
-        if self._rows >= self._max_rows:
+        if self._rows >= self._max_rows or self._attended >= MAX_STEP_ATTENDED:
             self._full = True
             return 0
         at, base = state.next_item, int(state.ends[state.next_item]) + len(state.part_slots)
@@ -271,6 +274,7 @@ class ScoreBatcher:
             )
             state.cached[index] = min(state.prefix_cached if index == 0 else context, context)
             used += n
+        self._attended += count * len(state.prefix_slots) + len(taken)
         self._scratch.append(taken)
         if len(state.part_slots):
             self._scratch.append(state.part_slots)
@@ -281,7 +285,7 @@ class ScoreBatcher:
     def _rows_within(self, state: LikelihoodState, limit: int) -> int:
         """Computes up to `limit` tokens of a likelihood request, one row after the other."""
         spent = 0
-        while spent < limit and not state.launched:
+        while spent < limit and not state.launched and self._attended < MAX_STEP_ATTENDED:
             n = self._cut_row(state, limit - spent)
             if n == 0:
                 break
@@ -303,6 +307,7 @@ class ScoreBatcher:
             return 0
         rows = np.arange(start - done, n, dtype=np.int32)
         before = np.concatenate((state.prefix_slots, state.part_slots))
+        self._attended += len(before) + n
         self._scheduled.append(ScheduledSequence(0, before, taken, state.own[done : done + n], rows))
         if not state.answered:
             state.cached[at] = state.prefix_cached if at == 0 else len(state.request.prefix) + state.request.shared[at]

@@ -25,7 +25,7 @@ MIN_TEMPERATURE: Final = 1e-6  # below it 1 / T would not be finite in float32
 IN_PROMPT: Final = 1 << 30  # bit of an entry's count: the prompt holds the token
 COUNT: Final = IN_PROMPT - 1
 _MASK64: Final = (1 << 64) - 1
-_SMALLEST: Final = float(np.finfo(np.float32).tiny)  # smallest repetition penalty: it divides
+_SMALLEST: Final = float(np.finfo(np.float32).tiny)  # of what may not become 0
 _STAGED: Final = frozenset({"temperature", "top_k", "top_p", "min_p"})
 _NO_SLOT: Final = Extent(0, 0)
 _MIN_MASKS: Final = 256  # 4.9 MB at V = 151,936
@@ -237,6 +237,8 @@ class SamplingState(SlotTable):
             return 0.0 if params.temperature == 0 else max(params.temperature, MIN_TEMPERATURE)
         if name == "top_k":
             return min(max(params.top_k, 0), self.vocab_size)
+        if name == "top_p":
+            return max(params.top_p, _SMALLEST)  # else no token would have its share
         return float(getattr(params, name))
 
     def _reserve(self, requested: RequestOverlay) -> Extent:
@@ -253,7 +255,7 @@ class SamplingState(SlotTable):
         return extent
 
     def _set_numbers(self, slot: int, params: SamplingParams, seed: int, branch: int, position: int) -> None:
-        self.seed[slot] = np.uint64(seed & _MASK64)
+        self.seed[slot] = np.uint64(int(seed) & _MASK64)  # numpy's own integers may be signed
         self.branch[slot], self.position[slot] = branch, position
         for name in _STAGED:
             getattr(self, name)[slot] = self._stored(name, params)

@@ -1,6 +1,7 @@
 """States what must hold of the rendered objects in every form: S14 of the hazards, and what keeps the service up."""
 
 import ipaddress
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ ENVIRONMENT = {
 SECRETIVE = ("TOKEN", "PASSWORD", "SECRET", "KEY", "CREDENTIAL")
 NO_SECRETS = {"TOKENIZERS_PARALLELISM"}
 UNITS = {"Mi": 1 << 20, "Gi": 1 << 30}
+ROOM_S = 900  # how long a replica of a node that drains waits for room elsewhere
 Rule = Callable[[list[Object]], Iterator[str]]
 
 
@@ -271,6 +273,14 @@ def answers_may_end(objects: list[Object]) -> Iterator[str]:
         hook = group["template"]["spec"]["containers"][0].get("lifecycle", {}).get("preStop", {})
         if "ray drain-node" not in str(hook):
             yield "lifecycle.preStop must drain the node: Ray ends its processes immediately when a pod is stopped."
+        deadline = re.search(r"--deadline-remaining-seconds (\d+)", str(hook))
+        if deadline is None or int(deadline[1]) < longest + ROOM_S:
+            yield (
+                f"lifecycle.preStop must drain with a deadline of at least {longest + ROOM_S:g} s: Serve keeps a "
+                "replica without room elsewhere until what is left is the time that it may take to stop."
+            )
+        elif int(deadline[1]) > group["template"]["spec"].get("terminationGracePeriodSeconds", 30):
+            yield f"terminationGracePeriodSeconds must be at least the drain's deadline, {deadline[1]}."
 
 
 def nodes_can_be_emptied_one_at_a_time(objects: list[Object]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from deployments.protocol import ModelCard
 from engine.model.heads.info import HeadInfo, HeadKind
 from scoring.activation import pooled_items
 from scoring.rerank import relevance
+from scoring.row_builder import check_tokens
 
 ELSEWHERE = {  # by kind of head: why there is no score, and where its answer is
     None: "a language-model head, which needs labels. Send `messages` and `labels` to /generative_scoring.",
@@ -56,7 +57,11 @@ async def score_conversations(
     prompting = bool(options.add_generation_prompt)  # a head judges what was said
     options = options.model_copy(update={"add_generation_prompt": prompting})
     limit_s = handler.settings.deadlines.scoring_s
-    items = [await chat_ids(handler, served.context, options, messages, limit_s) for messages in conversations]
+    items, tokens = list[list[int]](), 0
+    for messages in conversations:  # each answer of a list has its conversation before it
+        items.append(await chat_ids(handler, served.context, options, messages, limit_s))
+        tokens += min(len(items[-1]), served.card.max_model_len)
+        check_tokens(tokens, handler.limits["max_request_tokens"], field)
     found = await pool_items(served, head, items, input_spec(options, field))
     scores = pooled_items(found.rows, found.reply.values, found.reply.status, found.reply.cached, "none")
     check_items(scores.errors, field)

@@ -205,11 +205,13 @@ async def _cosines(
     default = "" if head.embedding is None else prompts.get(head.embedding.default_prompt or "", "")
     names = spec.names
 
-    async def rows_of(side: list[str], prompt: str, field: str, cut_field: str, maximum: int | None) -> ScoringRows:
+    async def rows_of(
+        side: list[str], prompt: str, field: str, cut_field: str, maximum: int | None, *, cut: bool
+    ) -> ScoringRows:
         maxima = [one for one in (maximum, spec.max_row_tokens) if one is not None]
         single = text_spec(
             field,
-            cut=spec.truncate == "item",
+            cut=cut,
             cut_field=cut_field,
             maximum=min(maxima, default=None),
             side=spec.truncation_side,
@@ -217,12 +219,13 @@ async def _cosines(
         return await tokenize_rows(served, "", with_prompt(side, prompt), single)
 
     first, own = prompts.get("query", default), prompts.get("document", default)
+    cut, asks = spec.truncate == "item", spec.max_query_tokens is not None  # a query's own bound cuts it in any case
     check_size(handler, len(queries) + len(texts), head.width, names.items)
-    asked = await rows_of([*queries], first, names.query, names.query_tokens, spec.max_query_tokens)
+    asked = await rows_of([*queries], first, names.query, names.query_tokens, spec.max_query_tokens, cut=cut or asks)
     if asked.errors and len(queries) == 1:
         raise from_item_error(asked.errors[0].under(f"{names.query}[0]", names.query), names.query)
     check_items(asked.errors, names.query)
-    found = await rows_of(texts, own, names.items, names.item_tokens, spec.max_item_tokens)
+    found = await rows_of(texts, own, names.items, names.item_tokens, spec.max_item_tokens, cut=cut)
     unread = _unread_texts(found, names.items, all_or_nothing)
     both = joined([asked, found], names.items)
     check_tokens(len(both.ids), handler.limits["max_request_tokens"], names.items)

@@ -69,8 +69,9 @@ def _check_fields(body: PoolingBody, head: HeadInfo) -> None:
         HeadKind.POINTER: OF_VECTORS + OF_TOKENS,
     }
     for field in others[head.kind]:
-        if getattr(body, field) not in (None, False):
-            raise invalid(field, f"absent, since the model has a {head.kind} head", describe(getattr(body, field)))
+        value = getattr(body, field)
+        if value is not None and value is not False:
+            raise invalid(field, f"absent, since the model has a {head.kind} head", describe(value))
     if (body.steps or body.aggregate) and head.width not in STEP_WIDTHS:
         raise invalid("steps", f"false: the head has {head.width} numbers, and a step's score needs 1 or 2", "true")
     if body.aggregate and body.steps is False:

@@ -77,11 +77,12 @@ async def rank(
     """
     card = await handler.served(body.model)
     served = ServedRequest(handler, context, card, new_id("rerank-"), body.cache_salt, body.priority)
+    raw = _wants_raw(body)
     if body.messages is None:
         documents, scored = await _scored_texts(served, body, field)
     else:
         documents, scored = await _scored_conversations(served, body, field)
-    order = ranked(scored.raw if _wants_raw(body) else scored.activated, scored.raw, body.top_n, scored.errors)
+    order = ranked(scored.raw if raw else scored.activated, scored.raw, body.top_n, scored.errors)
     ranking = Ranking(served.id, order, scored.truncated, scored.prompt_tokens, scored.cached_tokens)
     report_items(handler, context, scored.truncated, scored.errors)
     size = context.body_bytes + ENTRY_BYTES * len(ranking.order)

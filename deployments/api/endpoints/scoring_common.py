@@ -3,6 +3,7 @@
 import base64
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from scoring.errors import ItemError
 from scoring.labels import check_label_ids, label_ids
 from scoring.normalize import ItemScores
 from scoring.prompts.templates import FilledTemplate, fill
-from scoring.row_builder import Items, PromptLimits, PromptSpec, Query, ScoringRows, build_score_rows
+from scoring.row_builder import Items, PromptLimits, PromptSpec, Query, ScoringRows, build_score_rows, check_joined
 
 FAILED_ITEMS = "x-assay-failed-items"
 CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
@@ -109,15 +110,20 @@ async def text_label_ids(
         template: The request's template, if it has one.
 
     Raises:
-        ScoringError: A label is not one token, or two labels are the same token.
+        ScoringError: A label is not one token, two labels are the same token, or they are too many for these rows' end.
     """
     own = None if template is None else template.template
     if texts is None and own is not None and own.fixed_labels:
         return check_label_ids(own.label_ids, served.card.vocab_size)
     if texts is None:
         texts = () if own is None else own.labels
-    handler, size = served.handler, TEXT_COST * len(rows.suffix) * len(texts)
-    found = await handler.off_loop(size, label_ids, handler.tokenizer, texts, rows.suffix, plain=own is not None)
+    handler, chars = served.handler, len(rows.suffix) * (1 + len(texts)) + sum(map(len, texts))
+    maximum = handler.settings.limits.scoring.max_joined_chars
+    check_joined(chars, maximum, "labels", "Send fewer labels, or their ids.")
+    limit_s, call = handler.settings.deadlines.scoring_s, partial(label_ids, plain=own is not None)
+    found = await handler.tokenize(
+        served.context, limit_s, TEXT_COST * chars, call, handler.tokenizer, texts, rows.suffix
+    )
     return check_label_ids(found, served.card.vocab_size)
 
 

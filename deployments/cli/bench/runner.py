@@ -110,7 +110,7 @@ class LoadTest:
             raise NoService(
                 f"None of {found.requests} requests was answered: is the workload {self.given.workload} served?"
             )
-        return [round(part * found.answered_per_s, 2) for part in RATES]
+        return [max(round(part * found.answered_per_s, 2), 0.01) for part in RATES]
 
     def record(self, server: dict[str, Any], before: tuple[float, ...], interrupted: bool) -> dict[str, Any]:
         given = self.given

@@ -72,7 +72,7 @@ def _parse(text: str, name: str) -> tuple[list[dict[str, Any]], list[Finding]]:
     try:
         loader = _Loader(text)
         documents = list(_all(loader))
-    except yaml.YAMLError as problem:
+    except (ValueError, yaml.YAMLError) as problem:  # such as a date that there is not
         raise Unreadable(f"{name} must be YAML: {problem}") from None
     if not documents or not all(isinstance(one, dict) for one in documents):
         raise Unreadable(f"{name} must be a mapping, as the files of deployments/configs are.")

@@ -4,6 +4,7 @@ It ends only the processes that it started; `ray stop` would end every Ray proce
 """
 
 import contextlib
+import http.client
 import json
 import logging
 import os
@@ -14,7 +15,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -138,7 +138,7 @@ def read(file: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         place = f", line {mark.line + 1}, column {mark.column + 1}" if (mark := error.problem_mark) else ""
         raise CannotServe(f"{file} must be a readable YAML file: {error.problem}{place}.") from None
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # such as a date that there is not
         raise CannotServe(f"{file} must be a readable YAML file: {error}") from None
     if not isinstance(found, dict):
         raise CannotServe(f"{file} must be a mapping, as the files of deployments/configs are.")
@@ -325,5 +325,5 @@ def answers(url: str) -> bool:
     try:
         with opener.open(f"{url}/readyz", timeout=5) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+    except (http.client.HTTPException, OSError):
         return False

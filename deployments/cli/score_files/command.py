@@ -3,6 +3,7 @@ command continues where the output ends."""
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import tempfile
@@ -77,9 +78,8 @@ def add(commands: Any) -> None:
     option("--batch-items", type=_positive, default=64, help="largest number of items in a request (%(default)s)")
     option("--concurrency", type=_positive, default=8, help="concurrent requests (%(default)s)")
     option("--timeout", type=_seconds, default=120.0, metavar="SECONDS", help="for one answer (%(default)g)")
-    option(
-        "--patience", type=float, default=300.0, metavar="SECONDS", help="for all attempts of a request (%(default)g)"
-    )
+    whole = "for all attempts of a request (%(default)g)"
+    option("--patience", type=_patience, default=300.0, metavar="SECONDS", help=whole)
     option("--no-progress", action="store_true", help="print only the summary")
     option("--json", action="store_true", help="print the summary as JSON on standard output")
 
@@ -166,9 +166,9 @@ def _run(given: argparse.Namespace) -> int:
     try:
         status = _score(work, journal, progress)
     finally:
-        journal.close()
         work.service.close()
-    if status == ALL_SCORED and work.source.stamp() != stamp:
+        journal.close()
+    if status == ALL_SCORED and _stamp(work.source) != stamp:
         return _report(f"{given.input} has changed while it was read: the output mixes both.", REFUSED)
     if status == ALL_SCORED:
         status = _finish(given.output) or (SOME_FAILED if journal.failed else ALL_SCORED)
@@ -192,6 +192,14 @@ def _score(work: FileScorer, journal: Journal | Printed, progress: ProgressBar) 
     except KeyboardInterrupt:
         return _report(f"interrupted. {again}", INTERRUPTED)
     return ALL_SCORED
+
+
+def _stamp(source: InputFile) -> tuple[int, int] | None:
+    """Returns the stamp of an input, or None where it has gone."""
+    try:
+        return source.stamp()
+    except OSError:
+        return None
 
 
 def _finish(output: Path) -> int:
@@ -278,6 +286,13 @@ def _seconds(text: str) -> float:
     number = float(text)
     if not 0 < number <= MAX_TIMEOUT_S:
         raise argparse.ArgumentTypeError(f"must be in (0, {MAX_TIMEOUT_S}]. Given: {text}.")
+    return number
+
+
+def _patience(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds >= 0. Given: {text}.")
     return number
 
 

@@ -52,7 +52,7 @@ class Journal(Tally):
         self.source = source
         self.note = path.with_name(path.name + ".assay")
         super().__init__()
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)  # what could not be written is not tried again by `close`
         try:
             self._lock()
             self._agree(json.loads(json.dumps(terms)))
@@ -64,12 +64,12 @@ class Journal(Tally):
         self._synced = time.monotonic()
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Writes lines. If the process is killed meanwhile, only the first ones are written. An `id` of a type that
-        JSON does not have, such as a date or a NaN of a Parquet file, becomes text."""
+        """Writes lines. If the process is killed meanwhile, only the first ones are written."""
         if not lines:
             return
-        self._file.write(b"".join(_json(line) + b"\n" for line in lines))
-        self._file.flush()
+        data = memoryview(b"".join(line_of(line) + b"\n" for line in lines))
+        while data:
+            data = data[self._file.write(data) :]
         self.count(lines)
         if time.monotonic() - self._synced > SYNC_S:
             self._sync()
@@ -149,7 +149,9 @@ class Journal(Tally):
                 self.count([found])
 
 
-def _json(line: Mapping[str, Any]) -> bytes:
+def line_of(line: Mapping[str, Any]) -> bytes:
+    """Returns a line of output as JSON. An `id` of a type that JSON does not have, such as a date or a NaN of a Parquet
+    file, becomes text."""
     try:
         return json.dumps(line, default=str, allow_nan=False).encode()
     except ValueError:

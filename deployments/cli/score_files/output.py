@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from deployments.cli.score_files.journal import Journal, JournalError, Tally
+from deployments.cli.score_files.journal import Journal, JournalError, Tally, line_of
 
 STDOUT = Path("-")
 LINES = (".jsonl", ".ndjson")
@@ -20,7 +20,7 @@ class Printed(Tally):
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
         for line in lines:
-            sys.stdout.write(json.dumps(line, default=str) + "\n")
+            sys.stdout.write(line_of(line).decode() + "\n")
         sys.stdout.flush()
         self.count(lines)
 
