@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deployments.malloc import trim
-from engine.batch.input_batch import ScheduledSequence, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind, size_of
 from engine.kv_cache.manager import PrefixCache, TreeNode
 from engine.requests import (
     EngineError,
@@ -24,7 +24,7 @@ from engine.requests import (
     RowStatus,
     ScoreRequest,
 )
-from engine.scheduler import request_state
+from engine.scheduler import request_state, score_batcher
 from tests.support import toy_model
 
 MakeRig = Callable[..., Any]
@@ -200,6 +200,20 @@ async def test_jobs_of_all_kinds_do_not_touch_each_other(
         assert heard == alone
         assert score.label_logprobs.tobytes() == scored
         assert all(plain(one) == expected for one in found)
+
+
+async def test_steps_are_bounded_by_what_they_attend_to(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows behind a long prefix each name all of it."""
+    sizes: list[int] = []
+    jobs = [likelihood_job(range(100), [([n, n + 1], 1) for n in range(count)]) for count in (40, 30)]
+    wanted = [await make_rig(token_budget=4_096).engine.likelihood(job) for job in jobs]
+    monkeypatch.setattr(score_batcher, "MAX_STEP_ATTENDED", 1_000)
+    rig = make_rig(token_budget=4_096)
+    rig.model.on_forward = lambda kind, sequences: sizes.append(size_of(sequences).attended)
+    found = await asyncio.gather(*(rig.engine.likelihood(job) for job in jobs))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+    assert max(sizes) < 1_000 + 250 and len(sizes) > 5
 
 
 async def test_two_jobs_that_do_not_fit_together_both_end(make_rig: MakeRig) -> None:

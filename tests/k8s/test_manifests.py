@@ -59,6 +59,7 @@ def place(objects: Objects, kind: str, path: str) -> tuple[Any, str]:
 HEAD = "spec/rayClusterConfig/headGroupSpec"
 WORKER = "spec/rayClusterConfig/workerGroupSpecs/0"
 POD = f"{WORKER}/template/spec"
+EARLY = "ray drain-node --deadline-remaining-seconds 900"  # an ingress may take longer than that to stop
 RENAMED = [
     ("RayService", "spec/serveConfigV2", "serveConfigV3"),
     ("RayService", "spec/excludeHeadPodFromServeSvc", "excludeHeadPodFromServeService"),
@@ -242,6 +243,8 @@ PLANTED = [
     (policy.answers_may_end, "RayService", f"{POD}/terminationGracePeriodSeconds", 600),
     (policy.answers_may_end, "RayService", "spec/rayClusterDeletionDelaySeconds", GONE),
     (policy.answers_may_end, "RayService", f"{POD}/containers/0/lifecycle", GONE),
+    (policy.answers_may_end, "RayService", f"{POD}/terminationGracePeriodSeconds", 4500),
+    (policy.answers_may_end, "RayService", f"{POD}/containers/0/lifecycle/preStop/exec/command/2", EARLY),
     (policy.nodes_can_be_emptied_one_at_a_time, "PodDisruptionBudget", "spec/minAvailable", 3),
     (policy.nodes_can_be_emptied_one_at_a_time, "PodDisruptionBudget", "spec/minAvailable", "50%"),
     (policy.everything_has_its_place, "RayService", f"{WORKER}/maxReplicas", 7),

@@ -3,6 +3,7 @@
 import base64
 import math
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from deployments.config.settings import ApiSettings, ChatSettings
 from deployments.limits import Limits, WireLimits
 from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
 from scoring.prompts.templates import TemplateSpec
+from tests.support.toy_model import ByteTokenizer
 
 BOS, EOS = 256, 257
+ANY_ID = {"id": ANY}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
 REWARD = HeadInfo(HeadKind.SEQUENCE, 1, ("reward",))
 CROSS = REWARD._replace(encoder=True, whole_rows=True)
@@ -217,6 +220,57 @@ async def test_a_document_that_is_no_unicode_is_left_out_of_a_ranking(
     assert [one["index"] for one in found["errors"]] == [0]
 
 
+async def test_a_document_that_the_model_cannot_read_fails_alone_and_moves_no_segment(
+    client: Any, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend.head = CROSS
+    documents = ["a", "!", "bcd"]
+    wanted = await ask(client, "/v1/rerank", query="query", documents=documents)
+    encode = ByteTokenizer.encode_batch
+
+    def foreign(self: ByteTokenizer, texts: Any, **options: Any) -> list[list[int]]:
+        return [
+            [9_999] if text == "!" else ids for text, ids in zip(texts, encode(self, texts, **options), strict=True)
+        ]
+
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", foreign)
+    found = await ask(client, "/v1/rerank", query="query", documents=documents)
+    assert [one["index"] for one in found["errors"]] == [1]
+    assert found["results"] == [one for one in wanted["results"] if one["index"] != 1]
+    task = backend.pooling_tasks[-1]
+    assert len(task.segments) == len(task.starts) - 1 == 2
+
+
+@pytest.mark.parametrize("head", [CROSS, VECTORS])
+async def test_a_query_is_cut_to_its_own_bound_whatever_cuts_documents(
+    client_of: Any, backend: Any, head: HeadInfo
+) -> None:
+    backend.head = head
+    body = {"query": "a long query", "documents": ["ab", "c"], "max_tokens_per_query": 9}
+    wanted = await ask(client_of(ApiSettings(truncation="item")), "/v1/rerank", **body)
+    assert await ask(client_of(ApiSettings(truncation="item")), "/v1/rerank", **body, truncate=False) == wanted | ANY_ID
+    assert await ask(client_of(ApiSettings(truncation="error")), "/v1/rerank", **body) == wanted | ANY_ID
+
+
+async def test_conversations_of_a_list_are_counted_as_they_are_made(
+    client_of: Any, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend.head, backend.max_model_len = REWARD, 4096
+    limits = Limits(wire=WireLimits(max_request_tokens=2_000))
+    client = client_of(ApiSettings(chat=ChatSettings(template=TEMPLATE), limits=limits))
+    made, encode = [], ByteTokenizer.encode_batch
+
+    def counted(self: ByteTokenizer, texts: Any, **options: Any) -> list[list[int]]:
+        made.append(len(texts))
+        return encode(self, texts, **options)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", counted)
+    body = {"messages": [{"role": "user", "content": "x" * 900}], "documents": ["y"] * 1_000}
+    found = await refusal(client, "/v1/rerank", **body)
+    assert found == (413, "request_too_large", "documents")
+    assert sum(made) <= 3
+
+
 async def test_lengths_of_vectors_texts_are_counted_by_side(client_of: Any, backend: Any) -> None:
     client = client_of(ApiSettings(truncation="error"))
     backend.head, backend.max_model_len = VECTORS, 11
@@ -294,6 +348,7 @@ async def test_a_language_model_scores_pairs_by_its_prompt(client_of: Any, backe
         (REWARD, "/pooling", {"input": "a", "dimensions": 2}, (422, "invalid_value", "dimensions")),
         (REWARD, "/pooling", {"input": "a", "steps": True}, (422, "invalid_value", "steps")),
         (STEPS, "/pooling", {"input": "a", "steps": True}, (422, "invalid_value", "step_tag_id")),
+        (REWARD, "/pooling", {"input": "a", "step_tag_id": 0}, (422, "invalid_value", "step_tag_id")),
         (STEPS, "/pooling", {"input": ["a#", "b"], "step_tag_id": TAG}, (422, "invalid_value", "input[1]")),
         (STEPS, "/pooling", {"input": "a", "encoding_format": "base64"}, (422, "invalid_value", "encoding_format")),
         (THREE, "/pooling", {"input": "#", "step_tag_id": TAG, "steps": True}, (422, "invalid_value", "steps")),

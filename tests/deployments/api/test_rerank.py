@@ -129,7 +129,7 @@ async def test_content_parts_are_their_text(client: Any, documents: Any, query: 
     assert found["results"] == plain["results"]
 
 
-async def test_vllms_use_activation_is_the_opposite_of_raw_scores(client: Any) -> None:
+async def test_vllms_use_activation_is_the_opposite_of_raw_scores(client: Any, backend: Any) -> None:
     raw = await client.post("/rerank", {"query": "q", "texts": DOCS, "raw_scores": True})
     for name in ("use_activation", "activation"):
         body: dict[str, Any] = {"query": "q", "documents": DOCS}
@@ -137,7 +137,9 @@ async def test_vllms_use_activation_is_the_opposite_of_raw_scores(client: Any) -
         assert [result["relevance_score"] for result in found["results"]] == [one["score"] for one in raw.json()]
         assert (await ranks(client, **body | {name: True}))["results"] != found["results"]
     body = {"query": "q", "documents": DOCS, "raw_scores": True, "use_activation": True}
+    asked = len(backend.score_tasks)
     assert (await client.post("/rerank", body)).status_code == 422
+    assert len(backend.score_tasks) == asked
 
 
 async def test_cohere_v2(client: Any, backend: Any, label_logprob: Any) -> None:

@@ -131,3 +131,36 @@ def test_two_runs_cannot_write_one_output(tmp_path: Path) -> None:
         Journal(path, SOURCE, TERMS)
     first.close()
     Journal(path, SOURCE, TERMS).close()
+
+
+def test_what_a_full_disk_cuts_is_not_written_by_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    journal = Journal(path, SOURCE, TERMS)
+    journal.append(LINES[:2])
+    whole, file = path.read_bytes(), journal._file
+
+    class Full:
+        """Takes three bytes more, as a disk may."""
+
+        def __init__(self) -> None:
+            self.left = 3
+
+        def write(self, data: Any) -> int:
+            if not self.left:
+                raise OSError(28, "No space left on device")
+            taken, self.left = file.write(data[: self.left]), 0
+            return taken
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(file, name)
+
+    journal._file = Full()
+    with pytest.raises(OSError, match="No space"):
+        journal.append(LINES[2:])
+    journal.close()
+    assert path.read_bytes()[: len(whole)] == whole and len(path.read_bytes()) == len(whole) + 3
+    journal = Journal(path, SOURCE, TERMS)
+    assert journal.done == 2
+    journal.append(LINES[2:])
+    journal.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == LINES

@@ -1,5 +1,6 @@
 """assay pull, against a registry on this machine that speaks the hub's protocol."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -164,6 +165,21 @@ def test_files_of_one_commit_are_pulled_recorded_and_verified_at_each_start(regi
         load_model(load, EngineConfig(kv_slots=128))
     weights.write_bytes(content[:-1] + registry.files["model.safetensors"][-1:])
     load_model(load, EngineConfig(kv_slots=128))
+
+
+@pytest.mark.full
+def test_a_file_has_one_writer_and_a_part_that_is_too_long_begins_anew(registry: Registry, tmp_path: Path) -> None:
+    weights = registry.files["model.safetensors"]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    part = folder / f"model.safetensors.{hashlib.sha256(weights).hexdigest()[:12]}.part"
+    part.write_bytes(bytes(len(weights) + 1))
+    with part.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        found = pull(registry, folder)
+        assert found.returncode == 1 and "is being written by another download" in found.stderr
+    assert pull(registry, folder).returncode == 0
+    assert (folder / "model.safetensors").read_bytes() == weights
 
 
 @pytest.mark.full

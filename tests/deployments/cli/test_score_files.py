@@ -4,6 +4,7 @@ import csv
 import errno
 import io
 import json
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from deployments.cli.main import main
 from deployments.cli.progress import ProgressBar, duration
 from deployments.cli.score_files.client import AHEAD, in_order
 from deployments.cli.score_files.journal import Journal
+from deployments.cli.score_files.output import Printed
 
 Score = Callable[..., int]
 
@@ -427,6 +429,33 @@ def test_standard_input_and_output(service: Any, make_input: Any, capsys: Any, m
     assert [json.loads(line)["index"] for line in said.out.splitlines()] == list(range(25))
     assert "25 of 25 items" in said.err
     assert main([*command, "--json"]) == 2
+
+
+def test_lines_on_standard_output_are_those_of_a_file(capsys: Any) -> None:
+    Printed().append([{"index": 0, "id": math.nan, "score": 0.5}])
+    assert json.loads(capsys.readouterr().out) == {"index": 0, "id": "nan", "score": 0.5}
+
+
+def test_an_input_that_goes_away_meanwhile_has_changed(
+    service: Any, score: Score, make_input: Any, capsys: Any
+) -> None:
+    source = make_input(3)
+    answer = service.script
+
+    def gone(body: Any) -> Any:
+        source.unlink(missing_ok=True)
+        return answer(body)
+
+    service.script = gone
+    assert score(source) == 2
+    assert "has changed while it was read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
+def test_patience_is_a_number_of_seconds(score: Score, make_input: Any, capsys: Any, seconds: str) -> None:
+    with pytest.raises(SystemExit):
+        score(make_input(1), f"--patience={seconds}")
+    assert "must be a number of seconds >= 0" in capsys.readouterr().err
 
 
 def test_lines_on_standard_output_are_not_said_to_continue(service: Any, make_input: Any, capsys: Any) -> None:

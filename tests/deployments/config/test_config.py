@@ -32,6 +32,7 @@ CONFIGS = Path(__file__).parents[3] / "deployments" / "configs"
         ({"sampling": {"temperature": 2.5}}, "temperature", "2.5", "2"),
         ({"health": {"period_s": float("nan")}}, "period_s", "nan", "finite"),
         ({"replica": {"count": 0}}, "count", "0", "1"),
+        ({"drain": {"ingress_grace_s": -3601}}, "drain.ingress_grace_s", "-3601", "-3600"),
         ({"chat": {"template_flags": ["Think!"]}}, "template_flags", "Think!", "lower-case letters"),
         ({"chat": {"render_timeout_s": 0}}, "render_timeout_s", "0", "greater than 0"),
         ({"model": {"revision": "main"}}, "revision", "main", "[0-9a-f]{40}"),

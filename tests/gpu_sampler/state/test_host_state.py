@@ -396,3 +396,16 @@ def test_token_beyond_what_was_reserved_is_not_counted_and_touches_no_neighbour(
 def test_state_without_slots_vocabulary_or_masks_is_refused(slots: int, vocab_size: int, masks: int) -> None:
     with pytest.raises(ValueError, match=rf"must be >= 1. Given: {slots}, {vocab_size}, {masks}"):
         SamplingState(num_slots=slots, vocab_size=vocab_size, mask_rows=masks)
+
+
+def test_no_share_of_top_p_is_rounded_to_nothing() -> None:
+    state = new_state()
+    state.admit(1, dataclasses.replace(PLAIN, top_p=1e-46), [1], seed=7)
+    assert 0 < state.top_p[1] < 1e-30
+
+
+@pytest.mark.parametrize("seed", [7, np.int32(7), np.int64(7), np.uint64(7)])
+def test_seeds_of_any_integer_are_alike(seed: Any) -> None:
+    state = new_state()
+    state.admit(1, PLAIN, [1], seed=seed)
+    assert state.seed[1] == 7

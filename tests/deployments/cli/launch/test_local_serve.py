@@ -22,6 +22,7 @@ from ray.serve.schema import (
     DeploymentStatusTrigger,
 )
 
+from deployments.cli.check import document
 from deployments.cli.launch import local_serve, ray_env
 from deployments.cli.launch.model_check import ModelCheck
 from deployments.limits import WireLimits
@@ -49,6 +50,30 @@ def test_every_application_has_its_url() -> None:
     applications = [{"name": "a", "route_prefix": "/a"}, {"name": "b", "route_prefix": "/b"}]
     urls = {"a": "http://127.0.0.1:8000/a", "b": "http://127.0.0.1:8000/b"}
     assert local_serve.urls_of({"applications": applications}) == urls
+
+
+def test_a_date_that_there_is_not_is_an_error_of_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("applications: [{args: {auth: {keys: [{expires: 2027-02-30T00:00:00Z}]}}}]")
+    assert local_serve.serve(file) == 1
+    assert f"{file} must be a readable YAML file: day is out of range" in capsys.readouterr().err
+    with pytest.raises(document.Unreadable, match="day is out of range"):
+        document.read(file)
+
+
+def test_another_server_on_the_port_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def speak() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-other\r\n")
+                connection.recv(1 << 16)
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        assert not local_serve.answers(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        thread.join()
 
 
 def test_a_missing_config_is_an_error_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
