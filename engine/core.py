@@ -100,7 +100,7 @@ class EngineCore:
         self.table = RequestTable(
             config.max_running, max_len, model.vocab_size, model.device, draft_model=draft is not None
         )
-        proposer = make_proposer(config.speculation, draft, self.table, sampler)
+        proposer = make_proposer(config.speculation, draft, self.table, sampler, config.token_budget)
         self.kv_cache = KVCacheManager(model.num_slots, _on_free(model, draft))
         whole = model.pooling_head is not None and model.pooling_head.whole_rows
         self.scheduler = Scheduler(config, self.kv_cache, self.table, sampler, model.max_targets, whole_rows=whole)

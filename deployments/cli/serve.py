@@ -1,7 +1,10 @@
 """Serves a configuration on this machine until interrupted: `assay serve [CONFIG] [--fast]`."""
 
 import argparse
+import contextlib
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +35,24 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     if not given.print_config:
-        return local_serve.serve(given.config, fast=given.fast)
+        with _interruptible():
+            return local_serve.serve(given.config, fast=given.fast)
     try:
         print(yaml.safe_dump(local_serve.read(given.config), sort_keys=False), end="")
     except local_serve.CannotServe as error:
         print(f"assay serve: {error}", file=sys.stderr)
         return local_serve.REFUSED
     return 0
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Has SIGTERM and SIGHUP interrupt as SIGINT does, so that a start which they end leaves no process behind."""
+    defaults = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
+    for number in defaults:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in defaults:
+            signal.signal(number, signal.SIG_DFL)

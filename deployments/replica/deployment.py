@@ -20,7 +20,9 @@ class Replica(ReplicaServer):
         log_with_serve()
         context = serve.get_replica_context()
         replica = context.replica_id.unique_id
-        of_serve = context._deployment_config  # `deployments:` of the application may set other numbers than its arguments
+        of_serve = (
+            context._deployment_config
+        )  # `deployments:` of the application may set other numbers than its arguments
         several = of_serve.autoscaling_config is not None or (of_serve.num_replicas or 1) > 1
         peers = WeightsPeers(context.app_name, replica) if several or args.may_have_peers else None
         super().__init__(args, replica, context.deployment, host=get_node_ip_address(), peers=peers)

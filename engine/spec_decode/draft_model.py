@@ -38,6 +38,7 @@ class DraftModel:
         table: RequestTable,
         sampler: Sampler,
         config: SpeculationConfig,
+        token_budget: int,
     ) -> None:
         if table.seen is None:
             raise ValueError("a draft model needs a request table that keeps what it has seen")
@@ -46,6 +47,7 @@ class DraftModel:
         self._seen = table.seen
         self._sampler = sampler
         self._config = config
+        self._token_budget = token_budget
         self._method = config.draft_sample_method
         self._rules = config.rules
         self._graphs: DraftGraphs | None = None
@@ -54,6 +56,7 @@ class DraftModel:
     def propose(self, rows: DraftRows) -> Proposal:
         drafted = rows.max_drafts > 0
         drafting = DraftRows(*(part[drafted] for part in rows))
+        self._catch_up(drafting.slots, drafting.lengths)
         starts = self._starts(drafting.slots, drafting.lengths)
         if self._graphs is not None and self._graphs.worth_replay(drafting, starts):
             if (rows.max_drafts < self._config.num_speculative_tokens).any():
@@ -71,6 +74,24 @@ class DraftModel:
             slots, lengths = rows.slots[alive], rows.lengths[alive]
             logits = self._first(slots, lengths) if offset == 0 else self._next(slots, lengths + offset)
             self._draw(logits, slots, lengths, offset)
+
+    def _catch_up(self, slots: Int64s, lengths: Int64s) -> None:
+        """Feeds rows that went on without drafts all but their last two tokens, if these are many together."""
+        starts, ends = self._starts(slots, lengths), lengths - 2
+        if int((ends - starts).sum()) <= self._token_budget:
+            return  # the first step of the drafts feeds them too
+        work, left = [], self._token_budget
+        for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            while start < end:
+                stop = min(end, start + left)
+                work.append(self._table.run(slot, start, stop, self._table.tokens[slot, start:stop], NO_ROWS))
+                start, left = stop, left - (stop - start)
+                if not left:
+                    self._model.fill(StepKind.PREFILL, work, self._table.token_table)
+                    work, left = [], self._token_budget
+        if work:
+            self._model.fill(StepKind.PREFILL, work, self._table.token_table)
+        self._seen[slots] = np.maximum(starts, ends)
 
     def _starts(self, slots: Int64s, lengths: Int64s) -> Int64s:
         """Returns the position of each row's first input token."""

@@ -17,9 +17,9 @@ from gpu_sampler.sampler import Sampler
 
 
 def make_proposer(
-    config: SpeculationConfig, draft: CausalLM | None, table: RequestTable, sampler: Sampler
+    config: SpeculationConfig, draft: CausalLM | None, table: RequestTable, sampler: Sampler, token_budget: int
 ) -> Proposer | None:
-    """Makes the proposer that `config` names; None without speculation.
+    """Makes the proposer that `config` names; None without speculation. `token_budget`: that of the engine's steps.
 
     Raises:
         ValueError: The method is draft_model and there is no `draft`.
@@ -27,7 +27,7 @@ def make_proposer(
     if config.method == "draft_model":
         if draft is None:
             raise ValueError("`speculation.method` draft_model needs a draft model. Given: none.")
-        return DraftModel(draft, table, sampler, config)
+        return DraftModel(draft, table, sampler, config, token_budget)
     return NGram(table, config) if config.method == "ngram" else None
 
 

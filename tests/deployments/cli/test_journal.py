@@ -154,7 +154,7 @@ def test_what_a_full_disk_cuts_is_not_written_by_the_end(tmp_path: Path) -> None
         def __getattr__(self, name: str) -> Any:
             return getattr(file, name)
 
-    journal._file = Full()
+    journal._file = Full()  # type: ignore[assignment]
     with pytest.raises(OSError, match="No space"):
         journal.append(LINES[2:])
     journal.close()

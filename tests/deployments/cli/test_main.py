@@ -1,14 +1,18 @@
 """The `assay` command itself: its version, its help, and what it can do without the service's packages."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from deployments.cli.launch import local_serve
 from deployments.cli.main import main
 
 LIGHT = """
@@ -69,3 +73,27 @@ def test_what_is_installed_with_no_extra_is_what_a_client_imports() -> None:
     names = {re.split(r"[<>=\[]", one)[0] for one in project["dependencies"]}
     assert names == CLIENT
     assert {re.split(r"[<>=\[]", one)[0] for one in project["optional-dependencies"]["serve"]} >= {"torch", "ray"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_a_start_lets_it_end_what_it_began(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+
+    def starting(*_: object, **__: object) -> int:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        finally:
+            ended.append(number)
+        return 0
+
+    monkeypatch.setattr(local_serve, "serve", starting)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            main(["serve"])
+        assert ended == [number] and signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)

@@ -79,7 +79,7 @@ class Drafting:
     def __init__(self, model: HFModel, sampler: Sampler, config: SpeculationConfig, rows: Sequence[dict[str, Any]]):
         self.model, self.sampler = model, sampler
         self.table = RequestTable(LIVE, WIDTH, VOCAB, model.device, draft_model=True)
-        self.proposer = DraftModel(model, self.table, sampler, config)
+        self.proposer = DraftModel(model, self.table, sampler, config, 16_384)
         rng = np.random.default_rng(3)
         self.table.slots[1:] = rng.permutation(np.arange(1, POOL))[: LIVE * WIDTH].reshape(LIVE, WIDTH)
         self.lengths = np.array([0, 6, 9, 14, 8, 11])

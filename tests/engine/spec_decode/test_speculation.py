@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine.batch.input_batch import ScheduledSequence, StepKind
+from engine.batch.input_batch import ScheduledSequence, StepKind, size_of
 from engine.config import SpeculationConfig
 from engine.requests import EngineError, ErrorCode, GenerateChunk, GenerateRequest, LikelihoodRequest, ScoreRequest
 from engine.spec_decode.draft_model import DraftModel
@@ -48,6 +48,25 @@ def requests(generate_job: MakeJob, count: int = 12, **fields: Any) -> list[Gene
         )
         for i in range(count)
     ]
+
+
+async def test_a_draft_model_catches_up_in_steps_of_the_budget(make_rig: Any, generate_job: MakeJob) -> None:
+    """Rows that went on without drafts have much that it has not read."""
+    jobs = [generate_job([n, 3], max_tokens=180, logit_bias=((EOS, -100.0),)) for n in range(10, 18)]
+    rig = make_rig(**by_draft(adaptive=True), max_running=8, token_budget=64)
+    policy, sizes = rig.engine.core.scheduler.policy, list[int]()
+    ended = policy.decode_ended
+    policy.decode_ended = lambda drafted, rows, tokens, _: ended(drafted, rows, tokens, 100.0 if drafted else 1.0)
+    fill = rig.draft.fill
+
+    def counted(kind: StepKind, sequences: Any, table: Any) -> None:
+        sizes.append(size_of(sequences).tokens)
+        fill(kind, sequences, table)
+
+    rig.draft.fill = counted
+    rig.draft.on_forward = lambda kind, sequences: sizes.append(size_of(sequences).tokens)
+    assert [len(one.tokens) for one in await rig.together(*jobs)] == [180] * 8
+    assert 64 <= max(sizes) <= 64 + 2 * 8
 
 
 def seeded(made: list[GenerateRequest]) -> list[GenerateRequest]:
