@@ -2,6 +2,7 @@
 one that builds an application and each ingress start seconds earlier without torch."""
 
 from ray import serve
+from ray.serve.context import ReplicaContext
 from ray.util import get_node_ip_address
 
 from deployments.config.app_args import AppArgs
@@ -20,11 +21,7 @@ class Replica(ReplicaServer):
         log_with_serve()
         context = serve.get_replica_context()
         replica = context.replica_id.unique_id
-        of_serve = (
-            context._deployment_config
-        )  # `deployments:` of the application may set other numbers than its arguments
-        several = of_serve.autoscaling_config is not None or (of_serve.num_replicas or 1) > 1
-        peers = WeightsPeers(context.app_name, replica) if several or args.may_have_peers else None
+        peers = WeightsPeers(context.app_name, replica) if may_have_peers(args, context) else None
         super().__init__(args, replica, context.deployment, host=get_node_ip_address(), peers=peers)
         await self.start()
 
@@ -33,3 +30,9 @@ class Replica(ReplicaServer):
             await self.drain(self._args.drain.handoff_s)
             await self.leave()
             self.stop()
+
+
+def may_have_peers(args: AppArgs, context: ReplicaContext) -> bool:
+    """Returns whether the application may have several replicas at a time: `deployments:` may say so, beside `args`."""
+    of_serve = context._deployment_config
+    return args.may_have_peers or of_serve.autoscaling_config is not None or (of_serve.num_replicas or 1) > 1

@@ -294,3 +294,14 @@ async def test_templates_are_listed_with_their_versions(client: Any) -> None:
     assert model["assay"]["templates"] == ["alone", "ask", "late", "plain"]  # not what the tokenizer cannot serve
     versions = (await client.get("/version")).json()["templates"]
     assert versions["ask"] == f"ask@{ASK.version}" and set(versions) == {"alone", "ask", "late", "plain"}
+
+
+async def test_labels_behind_a_long_end_are_bounded(client_of: Any, backend: Any) -> None:
+    limits = Limits(scoring=ScoringLimits(max_joined_chars=400))
+    client = client_of(ApiSettings(limits=limits))
+    body = {"query": "q" * 99, "items": ["a"], "item_first": True}
+    statuses = []
+    for labels in (["y", "n"], ["y", "n", "m", "o"]):
+        found = await client.post("/generative_scoring", body | {"labels": labels})
+        statuses.append((found.status_code, found.json().get("error", {}).get("param")))
+    assert statuses == [(200, None), (413, "labels")]

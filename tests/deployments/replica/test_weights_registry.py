@@ -3,12 +3,15 @@
 import asyncio
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from ray.serve._private.config import DeploymentConfig
 
 from deployments.config.app_args import AppArgs
+from deployments.replica.deployment import may_have_peers
 from deployments.replica.replica import ReplicaServer
 from deployments.replica.weights_registry import NAMESPACE, OtherWeights, WeightsPeers, WeightsRegistry
 from tests.support.toy_model import ToyModel
@@ -88,3 +91,20 @@ def test_replicas_of_ray_with_other_weights_are_never_both_ready(cluster: Callab
         one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE
     ]
     assert ray.get(kind.options(num_cpus=0).remote("fourth", 1.5).start.remote(), timeout=300) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "of_serve", "found"),
+    [
+        ({}, {"num_replicas": 1}, False),
+        ({"replica": {"count": 2}}, {"num_replicas": 2}, True),
+        ({}, {"num_replicas": 3}, True),  # by `deployments:` of the application
+        ({}, {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}}, True),
+        ({"autoscaling": {"max_replicas": 2}}, {"num_replicas": 1}, True),
+    ],
+)
+def test_replicas_are_compared_whatever_says_how_many_there_are(
+    given: dict[str, Any], of_serve: dict[str, Any], found: bool
+) -> None:
+    context: Any = SimpleNamespace(_deployment_config=DeploymentConfig(**of_serve))
+    assert may_have_peers(AppArgs.model_validate(given), context) is found

@@ -1,15 +1,17 @@
 """Tests that the check at start-up sees the faults that packed encoders have had elsewhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 from engine.model.compatibility import UnsupportedModel
 from engine.model.encoder import attention, disentangled_attention, encoder_model
+from engine.model.encoder.encoder_check import EncoderCheck
 from engine.model.encoder.encoder_model import EncoderModel
-from engine.model.encoder.packed_rows import PackedRows
+from engine.model.encoder.packed_rows import EncoderRow, PackedRows
 
 MODULES: dict[str, Any] = {
     "attention": attention,
@@ -89,3 +91,22 @@ def test_planted_fault_is_refused(tiny_encoders: Any, monkeypatch: pytest.Monkey
     encoder = tiny_encoders.module(name)
     with pytest.raises(UnsupportedModel, match="packed rows change its hidden states by"):
         EncoderModel(encoder)
+
+
+@pytest.mark.parametrize("longest", [3, 41])
+def test_short_rows_are_judged_by_themselves_in_half_precision(longest: int) -> None:
+    """Most of the checked tokens are of long rows."""
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=500
+    )
+    check = EncoderCheck(BertModel(config).bfloat16().eval(), 512, 2)
+    sound = torch.cat(check._reference)
+
+    def spoilt(rows: Sequence[EncoderRow]) -> torch.Tensor:
+        lengths = [len(row.ids) for row in rows]
+        parts = zip(torch.split(sound, lengths), lengths, strict=True)
+        return torch.cat([-part if length <= longest else part for part, length in parts])
+
+    assert check.run(lambda rows: sound) == 0
+    with pytest.raises(UnsupportedModel, match="packed rows change"):
+        check.run(spoilt)
