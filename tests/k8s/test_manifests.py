@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deployments.cli.launch.ray_env import INLINE, KILL_UNHEALTHY, PROXY_CALLBACK, REPLAY, UNCOUNTED
 from tests.k8s import policy, schemas, serve_config
 from tests.k8s.render import Object
 
@@ -309,3 +310,13 @@ def test_planted_client_port_is_seen(objects_of: Callable[[str], Objects]) -> No
 def test_every_rule_has_a_planted_fault() -> None:
     planted = {rule for rule, *_ in PLANTED} | {policy.no_service_names_rays_ports, policy.strangers_are_refused}
     assert planted == set(policy.IN_PRODUCTION)
+
+
+def test_ray_reads_what_assay_serve_sets(objects: Objects) -> None:
+    """But for what is of one machine: with other values requests were lost, or memory."""
+    cluster = first(objects, "RayService")["spec"]["rayClusterConfig"]
+    wanted = REPLAY | UNCOUNTED | INLINE | PROXY_CALLBACK | KILL_UNHEALTHY
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        ray = next(one for one in group["template"]["spec"]["containers"] if one["name"].startswith("ray-"))
+        given = {one["name"]: one.get("value") for one in ray["env"]}
+        assert {name: given.get(name) for name in wanted} == wanted
