@@ -3,7 +3,7 @@
 Each label is exactly one token in context, and all are distinct.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from scoring.errors import ScoreCode, ScoringError, refusal
 from scoring.tokenizer_protocol import TokenizerProtocol
@@ -78,6 +78,34 @@ def label_ids(tokenizer: TokenizerProtocol, labels: Sequence[str], suffix: str, 
             raise refusal(field, rule, ScoreCode.LABEL_NOT_SINGLE_TOKEN)
         found.append(ids[-1])
     return _distinct(found, "labels")
+
+
+def joint_label_ids(
+    tokenizer: TokenizerProtocol, labels: Sequence[str], texts: Mapping[int, str], items: str
+) -> list[int]:
+    """Finds the one id that each label adds to the end of every row, which is tokenised as one text.
+
+    Args:
+        tokenizer: Encodes the labels.
+        labels: The labels as text, [L].
+        texts: The rows' texts, by item; at least one.
+        items: Name of the request's field with the items, for errors.
+
+    Returns:
+        The id of each label, [L].
+
+    Raises:
+        ScoringError: A label is not one token, or another one after another item; or two labels are the same token.
+    """
+    first = next(iter(texts))
+    found = label_ids(tokenizer, labels, texts[first])
+    for index, text in texts.items():
+        for label, (one, other) in enumerate(zip(found, label_ids(tokenizer, labels, text), strict=True)):
+            if one != other:
+                places = f"{one} after `{items}[{first}]` and {other} after `{items}[{index}]`"
+                rule = f"be the same token after every item. Given: {places}."
+                raise refusal(f"labels[{label}]", rule, ScoreCode.LABEL_NOT_SINGLE_TOKEN)
+    return found
 
 
 def _distinct(ids: list[int], field: str) -> list[int]:

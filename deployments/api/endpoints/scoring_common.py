@@ -18,7 +18,7 @@ from deployments.protocol import ModelCard
 from engine.model.heads.info import HeadInfo
 from engine.requests import PoolingRequest, PoolingResult, ScoreRequest, ScoreResult
 from scoring.errors import ItemError
-from scoring.labels import check_label_ids, label_ids
+from scoring.labels import check_label_ids, joint_label_ids, label_ids
 from scoring.normalize import ItemScores
 from scoring.prompts.templates import FilledTemplate, fill
 from scoring.row_builder import Items, PromptLimits, PromptSpec, Query, ScoringRows, build_score_rows, check_joined
@@ -117,13 +117,15 @@ async def text_label_ids(
         return check_label_ids(own.label_ids, served.card.vocab_size)
     if texts is None:
         texts = () if own is None else own.labels
-    handler, chars = served.handler, len(rows.suffix) * (1 + len(texts)) + sum(map(len, texts))
-    maximum = handler.settings.limits.scoring.max_joined_chars
+    ends = {index: rows.texts[index] for index in rows.items} if rows.texts and not rows.suffix and own is None else {}
+    handler, behind = served.handler, sum(map(len, ends.values())) if ends else len(rows.suffix)
+    chars, maximum = (1 + len(texts)) * behind + sum(map(len, texts)), handler.settings.limits.scoring.max_joined_chars
     check_joined(chars, maximum, "labels", "Send fewer labels, or their ids.")
-    limit_s, call = handler.settings.deadlines.scoring_s, partial(label_ids, plain=own is not None)
-    found = await handler.tokenize(
-        served.context, limit_s, TEXT_COST * chars, call, handler.tokenizer, texts, rows.suffix
-    )
+    call = partial(label_ids, handler.tokenizer, texts, rows.suffix, plain=own is not None)
+    if ends:
+        call = partial(joint_label_ids, handler.tokenizer, texts, ends, "items")
+    limit_s = handler.settings.deadlines.scoring_s
+    found = await handler.tokenize(served.context, limit_s, TEXT_COST * chars, call)
     return check_label_ids(found, served.card.vocab_size)
 
 

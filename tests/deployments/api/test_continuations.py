@@ -269,6 +269,18 @@ async def test_the_joint_seam_differs_where_tokens_join(builtin: Any) -> None:
     assert concat["continuations"][0]["token_ids"] != joint["continuations"][0]["token_ids"]
 
 
+async def test_a_label_of_joined_text_is_the_token_of_a_continuation_or_refused(builtin: Any) -> None:
+    body = {"query": "Query: red chair\nDocument:", "seam": "joint"}
+    sound = body | {"items": [" A red chair.\nRelevant:", " A lamp.\nRelevant:"]}
+    labelled = await builtin.score(**sound, labels=[" yes", " no"])
+    continued = await builtin.score(**sound, continuations=[" yes", " no"])
+    for label, found in zip(labelled["labels"], continued["data"][0]["continuations"], strict=True):
+        assert found["token_ids"] == [label["token_id"]]
+    merged = body | {"items": [" A red chair.\nRelevant: "], "labels": ["yes", "no"]}
+    response = await builtin.post("/generative_scoring", merged)
+    assert (response.status_code, response.json()["error"]["code"]) == (422, "label_not_single_token")
+
+
 async def test_a_template_is_followed_by_continuations_as_data(builtin: Any) -> None:
     body = {"template": "builtin", "query": "red chair", "items": ["A red chair.", "A lamp."]}
     labelled = (await builtin.score(**body))["data"]
