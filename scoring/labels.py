@@ -97,9 +97,10 @@ def joint_label_ids(
     Raises:
         ScoringError: A label is not one token, or another one after another item; or two labels are the same token.
     """
-    first = next(iter(texts))
-    found = label_ids(tokenizer, labels, texts[first])
-    for index, text in texts.items():
+    rest = iter(texts.items())
+    first, text = next(rest)
+    found = label_ids(tokenizer, labels, text)
+    for index, text in rest:
         for label, (one, other) in enumerate(zip(found, label_ids(tokenizer, labels, text), strict=True)):
             if one != other:
                 places = f"{one} after `{items}[{first}]` and {other} after `{items}[{index}]`"

@@ -117,11 +117,6 @@ class AppArgs(Section):
             )
         return self
 
-    @property
-    def may_have_peers(self) -> bool:
-        """Whether the application may have more than one replica at a time, by these arguments."""
-        return self.replica.count > 1 or self.autoscaling.max_replicas is not None
-
     def engine_config(self) -> EngineConfig:
         """Returns what a replica's engine is configured with."""
         return EngineConfig(

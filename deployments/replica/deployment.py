@@ -21,7 +21,7 @@ class Replica(ReplicaServer):
         log_with_serve()
         context = serve.get_replica_context()
         replica = context.replica_id.unique_id
-        peers = WeightsPeers(context.app_name, replica) if may_have_peers(args, context) else None
+        peers = WeightsPeers(context.app_name, replica) if may_have_peers(context) else None
         super().__init__(args, replica, context.deployment, host=get_node_ip_address(), peers=peers)
         await self.start()
 
@@ -32,7 +32,7 @@ class Replica(ReplicaServer):
             self.stop()
 
 
-def may_have_peers(args: AppArgs, context: ReplicaContext) -> bool:
-    """Returns whether the application may have several replicas at a time: `deployments:` may say so, beside `args`."""
-    of_serve = context._deployment_config
-    return args.may_have_peers or of_serve.autoscaling_config is not None or (of_serve.num_replicas or 1) > 1
+def may_have_peers(context: ReplicaContext) -> bool:
+    """Returns whether the application may have several replicas at a time, by its arguments or by `deployments:`."""
+    config = context._deployment_config
+    return config.autoscaling_config is not None or (config.num_replicas or 1) > 1

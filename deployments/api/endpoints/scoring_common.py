@@ -117,14 +117,17 @@ async def text_label_ids(
         return check_label_ids(own.label_ids, served.card.vocab_size)
     if texts is None:
         texts = () if own is None else own.labels
-    ends = {index: rows.texts[index] for index in rows.items} if rows.texts and not rows.suffix and own is None else {}
-    handler, behind = served.handler, sum(map(len, ends.values())) if ends else len(rows.suffix)
-    chars, maximum = (1 + len(texts)) * behind + sum(map(len, texts)), handler.settings.limits.scoring.max_joined_chars
+    handler = served.handler
+    joined = {} if rows.suffix or own is not None else {index: rows.texts[index] for index in rows.items if rows.texts}
+    if joined:  # the rows have no end in common
+        behind = sum(map(len, joined.values()))
+        call = partial(joint_label_ids, handler.tokenizer, texts, joined, "items")
+    else:
+        behind = len(rows.suffix)
+        call = partial(label_ids, handler.tokenizer, texts, rows.suffix, plain=own is not None)
+    chars = (1 + len(texts)) * behind + sum(map(len, texts))
+    maximum, limit_s = handler.settings.limits.scoring.max_joined_chars, handler.settings.deadlines.scoring_s
     check_joined(chars, maximum, "labels", "Send fewer labels, or their ids.")
-    call = partial(label_ids, handler.tokenizer, texts, rows.suffix, plain=own is not None)
-    if ends:
-        call = partial(joint_label_ids, handler.tokenizer, texts, ends, "items")
-    limit_s = handler.settings.deadlines.scoring_s
     found = await handler.tokenize(served.context, limit_s, TEXT_COST * chars, call)
     return check_label_ids(found, served.card.vocab_size)
 

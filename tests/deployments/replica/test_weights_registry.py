@@ -10,6 +10,7 @@ import pytest
 import ray
 from ray.serve._private.config import DeploymentConfig
 
+from deployments import app
 from deployments.config.app_args import AppArgs
 from deployments.replica.deployment import may_have_peers
 from deployments.replica.replica import ReplicaServer
@@ -94,17 +95,18 @@ def test_replicas_of_ray_with_other_weights_are_never_both_ready(cluster: Callab
 
 
 @pytest.mark.parametrize(
-    ("given", "of_serve", "found"),
+    ("args", "of_serve", "found"),
     [
-        ({}, {"num_replicas": 1}, False),
-        ({"replica": {"count": 2}}, {"num_replicas": 2}, True),
+        ({}, {}, False),
+        ({"replica": {"count": 2}}, {}, True),
+        ({"autoscaling": {"max_replicas": 2}}, {}, True),
         ({}, {"num_replicas": 3}, True),  # by `deployments:` of the application
         ({}, {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}}, True),
-        ({"autoscaling": {"max_replicas": 2}}, {"num_replicas": 1}, True),
     ],
 )
 def test_replicas_are_compared_whatever_says_how_many_there_are(
-    given: dict[str, Any], of_serve: dict[str, Any], found: bool
+    args: dict[str, Any], of_serve: dict[str, Any], found: bool
 ) -> None:
-    context: Any = SimpleNamespace(_deployment_config=DeploymentConfig(**of_serve))
-    assert may_have_peers(AppArgs.model_validate(given), context) is found
+    of_args = app._replicas(AppArgs.model_validate(args))
+    context: Any = SimpleNamespace(_deployment_config=DeploymentConfig(**(of_serve or of_args)))
+    assert may_have_peers(context) is found

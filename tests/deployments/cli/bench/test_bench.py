@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -22,6 +23,7 @@ from aiohttp.test_utils import TestServer
 
 from deployments.cli.bench import load_generator, results
 from deployments.cli.bench.results import Table
+from deployments.cli.bench.runner import LoadTest
 from deployments.cli.bench.workloads import BenchRequest, ServedModel, score
 from deployments.cli.main import main
 
@@ -364,3 +366,15 @@ def test_the_table_moves_on_a_terminal_and_is_plain_elsewhere() -> None:
     assert "1 ended: 1 answered" in said[Terminal] and "\x1b" not in said[io.StringIO]
     assert [len(line.split()) > 8 for line in said[io.StringIO].splitlines()] == [True] * 3
     Table(None).end(run)
+
+
+async def test_a_slow_service_has_no_rate_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answered(*_: Any) -> list[Any]:
+        return []
+
+    slow: Any = SimpleNamespace(answered_per_s=0.01, requests=1)
+    monkeypatch.setattr(LoadTest, "_closed", answered)
+    monkeypatch.setattr(results, "summarise", lambda *_: slow)
+    given: Any = SimpleNamespace(workload="score")
+    nothing: Any = None
+    assert min(await LoadTest(target=nothing, model=nothing, given=given, table=nothing)._rates()) > 0
