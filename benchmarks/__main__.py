@@ -28,6 +28,10 @@ PAIR = (*LARGE, "--draft", f"{MODELS}/qwen3-0.6b")
 DRAFT = ("--model", "engine/builtin/draft", "--texts", "catalogue", "--name", "builtin-draft")
 SCORING = ("--workloads", "rerank,long-query,classify")
 LARGE_STEPS = ("--token-budget", "32768")
+LARGE_ENCODER = (
+    *("--device", "cuda", "--dtype", "bfloat16", "--name", "encoder-large", "--pairs", "1024"),
+    *("--shapes", "bge-reranker-v2-m3", "--lengths", "mixed,128,512"),
+)
 
 
 class Case(NamedTuple):
@@ -47,6 +51,7 @@ CASES = (  # benchmarks that depend on the host come first, while the machine is
     Case("sim-routing", "fleet.sim_routing", ("--requests", "8000"), seconds=240, gpu=False),
     Case("encoder", "engine.bench_encoder", ("--threads", "2"), seconds=120, gpu=False),
     Case("encoder-cuda", "engine.bench_encoder", ("--device", "cuda", "--dtype", "bfloat16"), 40),
+    Case("encoder-large", "engine.bench_encoder", LARGE_ENCODER, 90),
     Case("heads", "engine.bench_heads", (), 80),
     Case("heads-8b", "engine.bench_heads", ("--model", f"{MODELS}/qwen3-8b", "--rows", "1024"), 160),
     Case("engine-builtin", "engine.bench_engine", seconds=60, gpu=False),

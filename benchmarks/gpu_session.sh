@@ -73,7 +73,7 @@ kernels() {
 }
 
 work() {
-    within python3 -m benchmarks --only encoder-cuda,engine-0.6b,engine-8b --out "$out"
+    within python3 -m benchmarks --only encoder-cuda,encoder-large,engine-0.6b,engine-8b --out "$out"
 }
 
 # Writes a configuration of $shape with random weights and a text for every token, and its folder.
