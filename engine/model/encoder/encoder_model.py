@@ -6,6 +6,7 @@ Shape legend: R rows, T tokens of all rows, H hidden size, K labels.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,6 +16,7 @@ from engine.model.encoder.families import family_of, head_pooling, longest_row, 
 from engine.model.encoder.packed_rows import EncoderRow, PackedRows, pack_rows
 from engine.model.heads.row_pooling import Pooling, pool_rows
 from engine.model.optimize.onednn_linear import use_onednn
+from engine.requests import Int32s
 from gpu_sampler.startup_progress import StartupProgress, silent, timed
 
 
@@ -114,23 +116,32 @@ class EncoderModel:
         if not rows:
             raise ValueError("`rows` must hold at least 1 row. Given: 0.")
         for index, row in enumerate(rows):
-            name = f"rows[{index}]"
             if not 1 <= len(row.ids) <= self.max_model_len:
-                raise ValueError(f"`{name}.ids` must hold 1 to {self.max_model_len} tokens. Given: {len(row.ids)}.")
-            _check_range(f"{name}.ids", row.ids, self.vocab_size)
-            if row.token_types is not None:
-                if len(row.token_types) != len(row.ids):
-                    raise ValueError(
-                        f"`{name}.token_types` must have one entry for each of {len(row.ids)} ids. "
-                        f"Given: {len(row.token_types)}."
-                    )
-                _check_range(f"{name}.token_types", row.token_types, max(1, self.segments))
+                raise ValueError(
+                    f"`rows[{index}].ids` must hold 1 to {self.max_model_len} tokens. Given: {len(row.ids)}."
+                )
+            if row.token_types is not None and len(row.token_types) != len(row.ids):
+                raise ValueError(
+                    f"`rows[{index}].token_types` must have one entry for each of {len(row.ids)} ids. "
+                    f"Given: {len(row.token_types)}."
+                )
+        _check_range("ids", [row.ids for row in rows], self.vocab_size)
+        _check_range("token_types", [row.token_types for row in rows], max(1, self.segments))
 
 
-def _check_range(name: str, values: Any, bound: int) -> None:
-    low, high = int(values.min()), int(values.max())
-    if low < 0 or high >= bound:
-        raise ValueError(f"`{name}` must be in [0, {bound - 1}]. Given: {low if low < 0 else high}.")
+def _check_range(name: str, columns: Sequence[Int32s | None], bound: int) -> None:
+    """Checks the values of all rows together, and looks for the row only where one is wrong."""
+    given = [column for column in columns if column is not None]
+    if not given or _in_range(np.concatenate(given), bound):
+        return
+    for index, column in enumerate(columns):
+        if column is not None and not _in_range(column, bound):
+            low, high = int(column.min()), int(column.max())
+            raise ValueError(f"`rows[{index}].{name}` must be in [0, {bound - 1}]. Given: {low if low < 0 else high}.")
+
+
+def _in_range(values: Int32s, bound: int) -> bool:
+    return bool(values.min() >= 0 and values.max() < bound)
 
 
 def _sequence_head(module: Any, build: Any) -> tuple[nn.Module | None, Pooling]:

@@ -42,25 +42,32 @@ def pack_rows(rows: Sequence[EncoderRow], device: torch.device, padding_id: int 
     """
     lengths = [len(row.ids) for row in rows]
     bounds = tuple(accumulate(lengths, initial=0))
-    types = [np.zeros(len(row.ids), np.int32) if row.token_types is None else row.token_types for row in rows]
-    positions = [_positions(row.ids, padding_id) for row in rows]
+    ids = np.concatenate([row.ids for row in rows])
+    types = np.zeros_like(ids)
+    for first, row in zip(bounds, rows, strict=False):
+        if row.token_types is not None:
+            types[first : first + len(row.ids)] = row.token_types
+    starts = np.array(bounds[:-1])
+    positions = _positions(ids, np.repeat(starts, lengths), padding_id)
     return PackedRows(
-        ids=_joined([row.ids for row in rows], device),
-        token_types=_joined(types, device),
-        positions=_joined(positions, device),
+        ids=_tokens(ids, device),
+        token_types=_tokens(types, device),
+        positions=_tokens(positions, device),
         indptr=torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True),
         bounds=bounds,
         longest=max(lengths),
     )
 
 
-def _positions(ids: Int32s, padding_id: int | None) -> Int64s:
+def _positions(ids: Int32s, starts: Int64s, padding_id: int | None) -> Int64s:
+    """Returns position ids. `starts`: i64 [T], where the row of each token starts."""
     if padding_id is None:
-        return np.arange(len(ids), dtype=np.int64)
+        return np.arange(len(ids)) - starts
     counted = ids != padding_id
-    positions: Int64s = np.where(counted, np.cumsum(counted), 0) + padding_id
+    before = np.cumsum(counted)
+    positions: Int64s = np.where(counted, before - (before - counted)[starts], 0) + padding_id
     return positions
 
 
-def _joined(arrays: Sequence[Int32s] | Sequence[Int64s], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(device, non_blocking=True)
+def _tokens(array: Int32s | Int64s, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
