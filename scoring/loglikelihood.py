@@ -72,7 +72,7 @@ class _Row(NamedTuple):
     """Holds one continuation behind its context."""
 
     item: int
-    context: Int32s  # of the whole row, up to the continuation; the same object where it is the same context
+    context: Int32s  # up to the continuation, without what all rows leave out; one object where it is one context
     continuation: list[int]
 
 
@@ -111,14 +111,15 @@ def build_likelihood_rows(
     contexts = build_rows(tokenizer, query, items, spec, limits._replace(max_model_len=limits.max_model_len - longest))
     errors = dict(contexts.errors)
     if text and (spec.seam == "joint" or spec.template is not None):
-        rows = _joint(tokenizer, spec, continuations, contexts, limits, errors)
+        left_out, rows = 0, _joint(tokenizer, spec, continuations, contexts, limits, errors)
     else:
+        left_out = max(0, len(contexts.prefix) - 1)  # an empty item's context is the last token of the prefix
         rows = [
             _Row(item, context, ids)
-            for item, context in _contexts(contexts)
+            for item, context in _contexts(contexts, left_out)
             for ids in encoded[item if continuations.per_item else 0]
         ]
-    return _pack(rows, contexts, errors, limits)
+    return _pack(rows, left_out, contexts, errors, limits)
 
 
 def _encode(
@@ -145,10 +146,10 @@ def _encode(
     return found
 
 
-def _contexts(rows: ScoringRows) -> Iterator[tuple[int, Int32s]]:
-    """Yields each item and the ids of its whole context."""
+def _contexts(rows: ScoringRows, left_out: int = 0) -> Iterator[tuple[int, Int32s]]:
+    """Yields each item and the ids of its context, without the first `left_out`."""
     for row, item in enumerate(rows.items):
-        yield item, np.concatenate((rows.prefix, rows.ids[rows.starts[row] : rows.starts[row + 1]]))
+        yield item, np.concatenate((rows.prefix[left_out:], rows.ids[rows.starts[row] : rows.starts[row + 1]]))
 
 
 def _joint(
@@ -204,16 +205,17 @@ def _problem(row: _Row, limits: PromptLimits) -> ItemError | None:
 
 
 def _pack(
-    rows: list[_Row], contexts: ScoringRows, errors: dict[int, ItemError], limits: PromptLimits
+    rows: list[_Row], left_out: int, contexts: ScoringRows, errors: dict[int, ItemError], limits: PromptLimits
 ) -> LikelihoodRows:
     """Packs the rows. The prefix leaves each row its last context token, which predicts the continuation."""
-    keep = min((len(row.context) - 1 for row in rows), default=0)
-    keep = min(keep, len(contexts.prefix))
+    shortest = min((left_out + len(row.context) for row in rows), default=1)
+    keep = min(shortest - 1, len(contexts.prefix))
     parts: list[Int32s] = []
     shared: list[int] = []
+    skip = keep - left_out
     for at, row in enumerate(rows):
-        share = _shared(rows[at - 1], row, keep) if at else 0
-        parts.append(np.concatenate((row.context[keep + share :], np.array(row.continuation, np.int32))))
+        share = _shared(rows[at - 1], row, skip) if at else 0
+        parts.append(np.concatenate((row.context[skip + share :], np.array(row.continuation, np.int32))))
         shared.append(share)
     total = keep + sum(map(len, parts)) - len(parts)  # a row's last token is not computed
     check_tokens(total, limits.max_request_tokens, "items")
@@ -224,20 +226,20 @@ def _pack(
         shared=np.array(shared, np.int32),
         target_lengths=np.array([len(row.continuation) for row in rows], np.int32),
         items=[row.item for row in rows],
-        lengths=[len(row.context) + len(row.continuation) for row in rows],
+        lengths=[left_out + len(row.context) + len(row.continuation) for row in rows],
         tokens=[row.continuation for row in rows],
         truncated=contexts.truncated,
         errors=errors,
     )
 
 
-def _shared(before: _Row, row: _Row, keep: int) -> int:
-    """Returns how many tokens after the first `keep` a row shares with the one before, whose last is not computed."""
-    maximum = len(row.context) - 1 - keep
+def _shared(before: _Row, row: _Row, skip: int) -> int:
+    """Returns how many tokens after the first `skip` a row shares with the one before, whose last is not computed."""
+    maximum = len(row.context) - 1 - skip
     if row.context is before.context:
         return maximum
-    computed = np.concatenate((before.context[keep:], np.array(before.continuation[:-1], np.int32)))
-    return min(_common(computed, row.context[keep:]), maximum)
+    computed = np.concatenate((before.context[skip:], np.array(before.continuation[:-1], np.int32)))
+    return min(_common(computed, row.context[skip:]), maximum)
 
 
 def _common(a: Int32s, b: Int32s) -> int:

@@ -1,6 +1,7 @@
 """Rows of continuations against the plainest way to make them, and weights against the formula."""
 
 import math
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,19 @@ def test_contexts_are_computed_once(tokens: Any) -> None:
     # The whole first context; per further row its continuation; and the second item's one token of its own.
     assert new == 13 + (2 + 1) + 1 + (2 + 1)
     rows_of(spans)
+
+
+def test_a_long_prefix_is_held_once_whatever_the_number_of_items(tokens: Any) -> None:
+    limits = BOUNDS._replace(max_model_len=30_000, max_request_tokens=10**9, max_rows=9_999)
+    items = [[item] for item in range(1_000)]
+    tracemalloc.start()
+    try:
+        spans = build(tokens, [[5]], limits=limits, query=[1] * 20_000, items=items)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(spans.prefix) == 20_000 and len(spans.items) == 1_000
+    assert peak < 5_000_000  # 80 MB with a copy of the prefix an item
 
 
 def test_joint_takes_what_comes_after_the_common_beginning(tokens: Any) -> None:
