@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from deployments.auth.authenticator import open_to_world
-from deployments.auth.settings import UserConfig
+from deployments.auth.settings import AuthArgs, UserConfig
 from deployments.cli.check.arguments import IMPORT_PATH, check_section
 from deployments.cli.check.findings import Finding, error, meant, note, under, warning
 from deployments.cli.launch.local_serve import taken
 from deployments.config.app_args import AppArgs
 
 EVERY_INTERFACE = "0.0.0.0"  # Serve's default for a config file
+INGRESS = "Ingress"
 
 
 def check_exposure(config: dict[str, Any], args: AppArgs, where: str) -> Iterator[Finding]:
@@ -18,23 +19,48 @@ def check_exposure(config: dict[str, Any], args: AppArgs, where: str) -> Iterato
     options = config.get("http_options") or {}
     named = isinstance(options, dict) and options.get("host") is not None
     host = str(options["host"]) if named else EVERY_INTERFACE
-    if not open_to_world(host, args.auth.mode):
-        yield from _keys(args, where)
-        return
     place = "http_options.host"
-    if args.auth.allow_open:
-        yield note(place, f"Every client that reaches {host} may use the service: auth.allow_open is set.")
-        return
-    why = f"Given: {host}." if named else f"Not given, and Serve's own default is {EVERY_INTERFACE}."
-    yield error(place, f"Other machines may use the service without a key: set 127.0.0.1, or auth.mode keys. {why}")
+    for auth, source in _auth_sections(config, args, where):
+        if not open_to_world(host, auth.mode):
+            yield from _keys(auth, source)
+        elif auth.allow_open:
+            yield note(place, f"Every client that reaches {host} may use the service: {source}.allow_open is set.")
+        else:
+            why = f"Given: {host}." if named else f"Not given, and Serve's own default is {EVERY_INTERFACE}."
+            remedy = f"set 127.0.0.1, or {source}.mode keys"
+            yield error(place, f"Other machines may use the service without a key: {remedy}. {why}")
 
 
-def _keys(args: AppArgs, where: str) -> Iterator[Finding]:
+def _auth_sections(config: dict[str, Any], args: AppArgs, where: str) -> Iterator[tuple[AuthArgs, str]]:
+    """Yields the sections `auth` of an application with their paths: an ingress starts with that of its arguments, and
+    goes over to that of its `user_config`."""
+    yield args.auth, under(where, "auth")
+    for index, application in enumerate(config.get("applications") or []):
+        inside = under("applications", index)
+        if under(inside, "args") != where:
+            continue
+        for number, one in enumerate(application.get("deployments") or []):
+            found = one.get("user_config") if isinstance(one, dict) and one.get("name") == INGRESS else None
+            if found is not None and not check_section(UserConfig, found, ""):
+                auth = UserConfig.model_validate(found).auth
+                if auth is not None:
+                    yield auth, under(under(under(inside, "deployments"), number), "user_config.auth")
+
+
+def _keys(auth: AuthArgs, where: str) -> Iterator[Finding]:
     """Reads the file of keys, which may exist on other machines only."""
     try:
-        args.auth.settings()
+        auth.settings()
     except ValueError as problem:
-        yield warning(under(where, "auth.keys_file"), f"On this machine: {problem}")
+        yield warning(under(where, "keys_file"), f"On this machine: {problem}")
+
+
+def check_reach(config: dict[str, Any], application: dict[str, Any], where: str) -> Iterator[Finding]:
+    """Checks that clients reach an application at all."""
+    if config.get("proxy_location") == "Disabled":
+        yield error("proxy_location", "No proxy would listen for requests: set HeadOnly or EveryNode. Given: Disabled.")
+    if application.get("route_prefix", "/") is None:
+        yield error(under(where, "route_prefix"), "No route would lead to the service: set a path. Given: null.")
 
 
 HTTP_PORT, GRPC_PORT = 8000, 9000  # Serve's defaults
@@ -88,9 +114,6 @@ def _port(config: dict[str, Any], section: str, default: int) -> int | None:
     options = config.get(section) or {}
     found = options.get("port", default) if isinstance(options, dict) else default
     return found if isinstance(found, int) and not isinstance(found, bool) else None
-
-
-INGRESS = "Ingress"
 
 
 class DeploymentOptions(NamedTuple):

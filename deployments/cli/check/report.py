@@ -123,6 +123,7 @@ def _application(
     deployed, findings = application.deployments(given, args, where)
     parts = [resources.resources_of(one) for one in deployed]
     findings += application.check_overrides(deployed, args)
+    findings += application.check_reach(config, given, where)
     findings += application.check_timeout(config, args)
     findings += application.check_exposure(config, args, inside)
     findings += resources.check(parts[0], parts[1], args, inside)

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ray.serve.config import AutoscalingConfig
+
 from deployments.cli.check.application import DeploymentOptions
 from deployments.cli.check.findings import Finding, error, under, warning
 from deployments.config.app_args import AppArgs
@@ -31,8 +33,9 @@ class MachineResources:
 def resources_of(deployed: DeploymentOptions) -> DeploymentResources:
     """Derives the resources from a deployment's options."""
     actor: dict[str, Any] = {**deployed.options["ray_actor_options"], **(deployed.option("ray_actor_options") or {})}
-    scaling = deployed.option("autoscaling_config")
-    count = deployed.option("num_replicas")
+    scaling, count = deployed.option("autoscaling_config"), deployed.option("num_replicas")
+    if count == "auto":
+        scaling = {**AutoscalingConfig.default().model_dump(), **(scaling or {})}
     fewest = largest = count if isinstance(count, int) else 1
     if isinstance(scaling, dict):
         fewest, largest = int(scaling.get("min_replicas", 1)), int(scaling.get("max_replicas", 1))

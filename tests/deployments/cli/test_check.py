@@ -125,6 +125,24 @@ MISTAKES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"args.replica.count": 9}, "", "9.1 logical CPUs", "warning"),
     ({"http_options.host": "0.0.0.0"}, "http_options.host", "set 127.0.0.1", "error"),
     ({"http_options": {"port": 18_971}}, "http_options.host", "Not given", "error"),
+    ({"proxy_location": "Disabled"}, "proxy_location", "set HeadOnly", "error"),
+    ({"app.route_prefix": None}, "applications[0].route_prefix", "set a path", "error"),
+    (
+        {
+            "http_options.host": "0.0.0.0",
+            "args.auth": {"mode": "keys", "keys": [{"name": "a", "sha256": "0" * 64}]},
+            "app.deployments": [{"name": "Ingress", "user_config": {"auth": {"mode": "disabled"}}}],
+        },
+        "http_options.host",
+        "applications[0].deployments[0].user_config.auth.mode keys",
+        "error",
+    ),
+    (
+        {"app.deployments": [{"name": "Ingress", "user_config": {"auth": {"mode": "keys", "keys_file": "/no"}}}]},
+        "applications[0].deployments[0].user_config.auth.keys_file",
+        "On this machine",
+        "warning",
+    ),
     ({"http_options.port": 8265}, "http_options.port", "dashboard", "error"),
     ({"http_options.port": 8404}, "http_options.port", "HAProxy", "warning"),
     ({"http_options.port": 30_500}, "http_options.port", "30000 to 31000", "warning"),
@@ -248,6 +266,16 @@ def test_an_override_is_reported(check: Check) -> None:
     reported = {one.where.rpartition(".")[2]: one.message for one in found.findings if one.level == "note"}
     assert "3 replaces 1" in reported["num_replicas"] and "8 replaces 1024" in reported["max_ongoing_requests"]
     assert found.plans[0].parts[1].max_actors == 3
+
+
+def test_auto_is_the_count_that_serve_makes_of_it(check: Check) -> None:
+    auto = {"name": "Replica", "num_replicas": "auto"}
+    found = check(with_({"app.deployments": [auto], "args.health.min_replicas": 3}), with_model=False)
+    assert found.good, found.findings
+    assert (found.plans[0].parts[1].min_actors, found.plans[0].parts[1].max_actors) == (1, 100)
+    auto["autoscaling_config"] = {"max_replicas": 4}  # type: ignore[assignment]
+    part = check(with_({"app.deployments": [auto]}), with_model=False).plans[0].parts[1]
+    assert (part.min_actors, part.max_actors) == (1, 4)
 
 
 @pytest.mark.parametrize(
