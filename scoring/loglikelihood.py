@@ -119,7 +119,7 @@ def build_likelihood_rows(
             for item, context in _contexts(contexts, left_out)
             for ids in encoded[item if continuations.per_item else 0]
         ]
-    return _pack(rows, left_out, contexts, errors, limits)
+    return _pack(rows, left_out, contexts, errors, limits, spec.names.items)
 
 
 def _encode(
@@ -174,7 +174,7 @@ def _joint(
         wholes = tokenizer.encode_batch([text + more for more in group], add_special_tokens=special, plain=plain)
         head = [] if text else context.tolist()
         rows = [_split(item, context, np.array(head + whole, np.int32)) for whole in wholes]
-        problem = next((p for row in rows if (p := _problem(row, limits))), None)
+        problem = next((p for row in rows if (p := _problem(row, limits, spec.names.items))), None)
         if problem is None:
             found += rows
         else:
@@ -187,25 +187,31 @@ def _split(item: int, context: Int32s, whole: Int32s) -> _Row:
     return _Row(item, whole[:at], whole[at:].tolist())
 
 
-def _problem(row: _Row, limits: PromptLimits) -> ItemError | None:
-    given = len(row.context) + len(row.continuation)
+def _problem(row: _Row, limits: PromptLimits, field: str) -> ItemError | None:
+    """Returns what is wrong with a row whose item is an entry of `field`."""
+    name, given = f"{field}[{row.item}]", len(row.context) + len(row.continuation)
     if given > limits.max_model_len:
         return ItemError(
             ScoreCode.CONTEXT_LENGTH_EXCEEDED,
-            f"`items[{row.item}]` and a continuation must be at most {limits.max_model_len} tokens. Given: {given}.",
+            f"`{name}` and a continuation must be at most {limits.max_model_len} tokens. Given: {given}.",
         )
     if not len(row.context) or not row.continuation:
         return ItemError(
             ScoreCode.INVALID_VALUE,
-            f"`items[{row.item}]` and each continuation must have a token each when tokenised as one text. "
+            f"`{name}` and each continuation must have a token each when tokenised as one text. "
             "Given: one without. Use the concat seam.",
         )
-    wrong = token_id_problem(f"items[{row.item}]", row.continuation, limits.vocab_size, text=True)
+    wrong = token_id_problem(name, row.continuation, limits.vocab_size, text=True)
     return None if wrong is None else ItemError(ScoreCode.INVALID_TOKEN_ID, wrong)
 
 
 def _pack(
-    rows: list[_Row], left_out: int, contexts: ScoringRows, errors: dict[int, ItemError], limits: PromptLimits
+    rows: list[_Row],
+    left_out: int,
+    contexts: ScoringRows,
+    errors: dict[int, ItemError],
+    limits: PromptLimits,
+    field: str,
 ) -> LikelihoodRows:
     """Packs the rows. The prefix leaves each row its last context token, which predicts the continuation."""
     shortest = min((left_out + len(row.context) for row in rows), default=1)
@@ -218,7 +224,7 @@ def _pack(
         parts.append(np.concatenate((row.context[skip + share :], np.array(row.continuation, np.int32))))
         shared.append(share)
     total = keep + sum(map(len, parts)) - len(parts)  # a row's last token is not computed
-    check_tokens(total, limits.max_request_tokens, "items")
+    check_tokens(total, limits.max_request_tokens, field)
     return LikelihoodRows(
         prefix=contexts.prefix[:keep],
         ids=np.concatenate(parts) if parts else np.empty(0, np.int32),

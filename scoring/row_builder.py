@@ -33,7 +33,7 @@ class FieldNames(NamedTuple):
     items: str = "items"
     item_tokens: str = "max_item_tokens"
     query_tokens: str = "max_query_tokens"
-    query: str = "query"
+    query: str = "query"  # "": rows are one text each
 
 
 DEFAULT_FIELD_NAMES = FieldNames()
@@ -247,10 +247,10 @@ class RowBuilder:
 
     def fail_empty(self, index: int) -> None:
         """Records that an item's row would have no token."""
-        self.errors[index] = ItemError(
-            ScoreCode.INVALID_VALUE,
-            f"`{self.spec.names.items}[{index}]` and the query must not both be empty. Given: no tokens.",
-        )
+        names = self.spec.names
+        rule = f"and `{names.query}` must not both be empty" if names.query else "must not be empty"
+        message = f"`{names.items}[{index}]` {rule}. Given: no tokens."
+        self.errors[index] = ItemError(ScoreCode.INVALID_VALUE, message)
 
     def _readable(self, items: Items) -> Items:
         """Returns the items with "" in place of texts that are no Unicode, which fail."""
@@ -548,9 +548,10 @@ class PairRowBuilder(RowBuilder):
             if index in self.errors:
                 continue
             maximum = len(item) if spec.max_item_tokens is None else spec.max_item_tokens
-            excess = max(len(item) - maximum, len(self.query) + len(item) - room)
-            if excess > 0 and spec.truncate == "error":
-                self.fail_too_long(index, len(item), len(item) - excess, "the model's context, query included")
+            fits = room - len(self.query)
+            if len(item) > min(maximum, fits) and spec.truncate == "error":
+                field = spec.names.item_tokens if maximum < fits else "the model's context, query included"
+                self.fail_too_long(index, len(item), min(maximum, fits), field)
                 continue
             own = cut_ids(item, maximum, spec.truncation_side)
             first, second = longest_first(len(self.query), len(own), room)

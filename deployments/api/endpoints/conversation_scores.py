@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from deployments.api.endpoints.pair_scores import PairScores
 from deployments.api.endpoints.pooling_common import input_spec, pool_items
 from deployments.api.endpoints.scoring_common import ServedRequest, check_items
-from deployments.api.generation.chat_request_builder import chat_ids
+from deployments.api.generation.chat_request_builder import conversation_ids
 from deployments.api.handler import RequestHandler
 from deployments.api.schemas.chat import Message
 from deployments.api.schemas.pooling import PoolingInput
@@ -14,7 +14,6 @@ from deployments.protocol import ModelCard
 from engine.model.heads.info import HeadInfo, HeadKind
 from scoring.activation import pooled_items
 from scoring.rerank import relevance
-from scoring.row_builder import check_tokens
 
 ELSEWHERE = {  # by kind of head: why there is no score, and where its answer is
     None: "a language-model head, which needs labels. Send `messages` and `labels` to /generative_scoring.",
@@ -56,12 +55,8 @@ async def score_conversations(
     head = conversation_head(handler, served.card)
     prompting = bool(options.add_generation_prompt)  # a head judges what was said
     options = options.model_copy(update={"add_generation_prompt": prompting})
-    limit_s = handler.settings.deadlines.scoring_s
-    items, tokens = list[list[int]](), 0
-    for messages in conversations:  # each answer of a list has its conversation before it
-        items.append(await chat_ids(handler, served.context, options, messages, limit_s))
-        tokens += min(len(items[-1]), served.card.max_model_len)
-        check_tokens(tokens, handler.limits["max_request_tokens"], field)
+    # Each answer of a list has its conversation before it.
+    items = await conversation_ids(handler, served.context, options, conversations, field, served.card.max_model_len)
     found = await pool_items(served, head, items, input_spec(options, field))
     scores = pooled_items(found.rows, found.reply.values, found.reply.status, found.reply.cached, "none")
     check_items(scores.errors, field)

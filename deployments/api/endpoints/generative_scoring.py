@@ -27,7 +27,7 @@ from deployments.api.endpoints.scoring_common import (
     text_label_ids,
     tokenize_rows,
 )
-from deployments.api.generation.chat_request_builder import chat_ids
+from deployments.api.generation.chat_request_builder import conversation_ids
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext, new_id
 from deployments.api.schemas.chat import Message
@@ -52,7 +52,7 @@ async def generative_scoring(handler: RequestHandler, context: RequestContext) -
     card = await handler.language_model(body.model, context.route)
     served = ServedRequest(handler, context, card, new_id("generative-scoring-"), body.cache_salt, body.priority)
     if body.messages is not None:
-        body = await _with_conversations(handler, context, body, body.messages)
+        body = await _with_conversations(served, body, body.messages)
     else:
         _check_text_fields(body)
     template = None if body.messages is not None else _fill_template(handler, body)
@@ -109,26 +109,24 @@ def _check_text_fields(body: ScoringRequest) -> None:
     refuse_chat_fields(body)
 
 
-async def _with_conversations(
-    handler: RequestHandler, context: RequestContext, body: ScoringRequest, given: Sequence[Any]
-) -> ScoringRequest:
+async def _with_conversations(served: ServedRequest, body: ScoringRequest, given: Sequence[Any]) -> ScoringRequest:
     """Returns the request with the token ids of each conversation as an item. `template` may name the model's guard.
 
     Raises:
         ApiError: A field that does not suit a conversation, or a template that is not the model's guard.
-        ScoringError: The chat template refuses the messages.
+        ScoringError: The chat template refuses the messages, or they have too many tokens together.
     """
     for field in TEXT_FIELDS:
         if getattr(body, field):
             raise invalid(field, "absent beside `messages`", describe(getattr(body, field)))
-    guard = handler.guard
+    handler, guard = served.handler, served.handler.guard
     if body.template is not None and (guard is None or body.template != guard.name):
         known = f"{guard.name} or absent" if guard else "absent: this model is no guard that is known"
         raise invalid("template", f"{known}, beside `messages`", "another name")
     answer, own = (guard.answer, guard.labels) if guard is not None and body.template is not None else ("", None)
     conversations = [given] if isinstance(given[0], Message) else given
-    limit_s = handler.settings.deadlines.scoring_s
-    items = [await chat_ids(handler, context, body, messages, limit_s, answer) for messages in conversations]
+    length = served.card.max_model_len
+    items = await conversation_ids(handler, served.context, body, conversations, "messages", length, answer)
     found: dict[str, Any] = {"query": [], "items": items}
     if own is not None and body.labels is None and body.label_token_ids is None and body.continuations is None:
         ids = await handler.off_loop(0, label_ids, handler.tokenizer, own, answer)

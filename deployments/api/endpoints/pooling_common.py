@@ -119,7 +119,7 @@ def text_spec(
         truncate="item" if cut else "error",
         truncation_side=side,
         max_item_tokens=maximum,
-        names=FieldNames(field, cut_field),
+        names=FieldNames(field, cut_field, query=""),
     )
 
 

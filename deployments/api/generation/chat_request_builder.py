@@ -26,6 +26,7 @@ from deployments.errors import ApiError, describe, invalid
 from deployments.protocol import ModelCard
 from gpu_sampler.sampling_params import SamplingParams
 from scoring.prompts.chat_template import ChatTemplate, RenderedPart, encode_parts
+from scoring.row_builder import check_tokens
 
 
 async def plan_chat(
@@ -53,6 +54,38 @@ async def plan_chat(
         params = replace(params, max_tokens=_rest(handler, body, card, prompts, params, options))
     check_context(card, prompts.ids, options.new_tokens(params), "messages")
     return await plan_prompts(handler, body, card, context, prompts, params, new_id("chatcmpl-"), options)
+
+
+async def conversation_ids(
+    handler: RequestHandler,
+    context: RequestContext,
+    body: PoolingInput | ScoringRequest,
+    conversations: Sequence[Sequence[Message]],
+    field: str,
+    max_model_len: int,
+    answer: str = "",
+) -> list[list[int]]:
+    """Returns the token ids of each conversation, which are counted as they are made.
+
+    Args:
+        handler: Holds the chat template.
+        context: The HTTP request.
+        body: Says how the messages are rendered.
+        conversations: At least one.
+        field: Name of the request's field that has an entry for each, for errors.
+        max_model_len: Of a longer one the row holds as many tokens, or it is refused.
+        answer: Text with which each answer begins.
+
+    Raises:
+        ApiError: `chat_ids` raises it.
+        ScoringError: The chat template refuses a conversation, or all of them have too many tokens.
+    """
+    found, tokens = list[list[int]](), 0
+    for messages in conversations:
+        found.append(await chat_ids(handler, context, body, messages, handler.settings.deadlines.scoring_s, answer))
+        tokens += min(len(found[-1]), max_model_len)
+        check_tokens(tokens, handler.limits["max_request_tokens"], field)
+    return found
 
 
 async def chat_ids(

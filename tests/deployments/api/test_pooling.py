@@ -27,6 +27,7 @@ STEPS = HeadInfo(HeadKind.TOKEN, 2, ("bad", "good"))
 PROMPTS = EmbeddingInfo(dimensions=(2,), prompts=(("query", "find: "),))
 VECTORS = HeadInfo(HeadKind.POOLED, 4, (), embedding=PROMPTS, whole_rows=True)
 THREE = STEPS._replace(width=3, labels=("bad", "so-so", "good"))
+LONG_CHAT = [{"role": "user", "content": "x" * 900}]
 TAG = ord("#")
 SAID = {"role": "user", "content": "a"}
 BOTH = {"input": "a", "normalize": True, "use_activation": False}
@@ -252,10 +253,23 @@ async def test_a_query_is_cut_to_its_own_bound_whatever_cuts_documents(
     assert await ask(client_of(ApiSettings(truncation="error")), "/v1/rerank", **body) == wanted | ANY_ID
 
 
+@pytest.mark.parametrize(
+    ("route", "head", "body", "field"),
+    [
+        ("/v1/rerank", REWARD, {"messages": LONG_CHAT, "documents": ["y"] * 1_000}, "documents"),
+        ("/generative_scoring", None, {"messages": [LONG_CHAT] * 1_000, "label_token_ids": [5, 6]}, "messages"),
+    ],
+)
 async def test_conversations_of_a_list_are_counted_as_they_are_made(
-    client_of: Any, backend: Any, monkeypatch: pytest.MonkeyPatch
+    client_of: Any,
+    backend: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    route: str,
+    head: HeadInfo | None,
+    body: dict[str, Any],
+    field: str,
 ) -> None:
-    backend.head, backend.max_model_len = REWARD, 4096
+    backend.head, backend.max_model_len = head, 4096
     limits = Limits(wire=WireLimits(max_request_tokens=2_000))
     client = client_of(ApiSettings(chat=ChatSettings(template=TEMPLATE), limits=limits))
     made, encode = [], ByteTokenizer.encode_batch
@@ -265,10 +279,27 @@ async def test_conversations_of_a_list_are_counted_as_they_are_made(
         return encode(self, texts, **options)
 
     monkeypatch.setattr(ByteTokenizer, "encode_batch", counted)
-    body = {"messages": [{"role": "user", "content": "x" * 900}], "documents": ["y"] * 1_000}
-    found = await refusal(client, "/v1/rerank", **body)
-    assert found == (413, "request_too_large", "documents")
+    assert await refusal(client, route, **body) == (413, "request_too_large", field)
     assert sum(made) <= 3
+
+
+async def test_an_input_without_tokens_is_named_alone(client_of: Any, backend: Any) -> None:
+    backend.head = REWARD
+    found = await client_of(ApiSettings()).post("/classify", {"input": [""], "add_special_tokens": False})
+    assert found.json()["error"]["message"] == "`input[0]` must not be empty. Given: no tokens."
+
+
+async def test_a_refused_document_is_told_the_limit_that_it_passes(client_of: Any, backend: Any) -> None:
+    backend.head, backend.max_model_len = CROSS, 60
+    client = client_of(ApiSettings(truncation="error"))
+    for length, more, words in (
+        (30, {"max_tokens_per_doc": 9}, "must be at most 9 tokens (max_tokens_per_doc)"),
+        (90, {}, "(the model's context, query included)"),
+        (90, {"max_tokens_per_doc": 80}, "(the model's context, query included)"),
+    ):
+        body = {"query": "q", "documents": ["a" * length], "truncate": False, **more}
+        found = await client.post("/v1/rerank", body)
+        assert found.status_code == 400 and words in found.json()["error"]["message"], found.json()
 
 
 async def test_lengths_of_vectors_texts_are_counted_by_side(client_of: Any, backend: Any) -> None:
