@@ -99,8 +99,8 @@ class ScoreBatcher:
         if state.closed or state.launched or not self._may_share(state):
             return 0
         self._current, held = state, state in self._holders
-        spent = self._prefix(state, min(allowance, left))
-        if len(state.prefix_slots) == len(state.request.prefix) and spent < left:
+        spent = self._prefix(state, min(allowance, left), left)
+        if len(state.prefix_slots) == len(state.request.prefix) and spent < left and not state.launched:
             if isinstance(state, ItemState):
                 spent += self._items(state, allowance - spent, left - spent)
             elif isinstance(state, LikelihoodState):
@@ -184,8 +184,8 @@ class ScoreBatcher:
             return True
         return not owner.isolated and not state.isolated and owner.head_key == state.head_key
 
-    def _prefix(self, state: ScoringState, limit: int) -> int:
-        """Computes up to `limit` tokens of the prefix; returns how many."""
+    def _prefix(self, state: ScoringState, limit: int, left: int) -> int:
+        """Computes up to `limit` tokens of the prefix, with its last ones also the next item; returns how many."""
         prefix = state.request.prefix
         if state.node is None and not len(state.prefix_slots) and len(prefix):
             state.node, state.prefix_slots = self._kv_cache.prefix_cache.match(state.domain, prefix)
@@ -197,12 +197,40 @@ class ScoreBatcher:
         n = min(len(prefix) - done, limit)
         if n == 0:
             return 0
+        if isinstance(state, ItemState) and done + n == len(prefix):
+            spent = self._prefix_and_item(state, n, left)
+            if spent:
+                return spent
         taken = self._take(state, n)
         if taken is None:
             return 0
         self._scheduled.append(ScheduledSequence(0, state.prefix_slots, taken, prefix[done : done + n], NO_ROWS))
         state.prefix_slots = np.concatenate((state.prefix_slots, taken))
         return n
+
+    def _prefix_and_item(self, state: ItemState, n: int, left: int) -> int:
+        """Computes the last `n` tokens of the prefix and the next item as one sequence, if both fit; returns how many.
+
+        As two sequences they would cost attention and the host twice, which a request with one item feels most.
+        """
+        at, prefix, before = state.next_item, state.request.prefix, state.prefix_slots
+        context, ids = state.item(at)
+        spent = n + len(ids)
+        if context < len(prefix) or spent > left or self._rows >= self._max_rows or self._attended >= MAX_STEP_ATTENDED:
+            return 0
+        taken = self._kv_cache.allocate(spent)
+        if taken is None:
+            return 0
+        number, places = state.answers(at, 0, len(ids))
+        tokens = np.concatenate((prefix[-n:], ids))
+        self._scheduled.append(ScheduledSequence(0, before, taken, tokens, places + np.int32(n)))
+        self._attended += len(before) + spent
+        self._scratch.append(taken[n:])
+        state.cached[at] = state.prefix_cached if at == 0 else context
+        state.prefix_slots = np.concatenate((before, taken[:n]))
+        state.next_item = at + 1
+        self._answer(state, number, len(places))
+        return spent
 
     def _items(self, state: ItemState, allowance: int, left: int) -> int:
         """Computes as many whole items as the allowance buys, or a block of them; the first is cut if it must be."""

@@ -232,16 +232,53 @@ async def test_jobs_with_different_labels_share_a_step(make_rig: MakeRig, score_
         assert found.label_logprobs.tobytes() == alone.label_logprobs.tobytes()
 
 
-async def test_items_of_a_query_name_one_context(make_rig: MakeRig, score_job: MakeScore) -> None:
-    """Checks the key by which attention groups them (`engine.batch.shared_prefix`)."""
-    rig = make_rig(start=False)
-    contexts: list[Any] = []
+def seen_sequences(rig: Any) -> list[ScheduledSequence]:
+    """The sequences of all steps, as they are computed."""
+    seen: list[ScheduledSequence] = []
 
     def forward(kind: StepKind, runs: list[ScheduledSequence]) -> None:
-        contexts.extend(run.context for run in runs if len(run.context))
+        seen.extend(runs)
 
     rig.model.on_forward = forward
+    return seen
+
+
+async def test_items_of_a_query_name_one_context(make_rig: MakeRig, score_job: MakeScore) -> None:
+    """Checks the key by which attention groups them (`engine.batch.shared_prefix`). The first one is computed with the
+    prefix."""
+    rig = make_rig(start=False)
+    seen = seen_sequences(rig)
     rig.engine.start()
-    await rig.engine.score(score_job(PREFIX, [[1, 2], [3], [4, 5, 6]]))
-    assert len(contexts) == 3 and len(contexts[0]) == len(PREFIX)
-    assert all(context is contexts[0] for context in contexts)
+    await rig.engine.score(score_job(PREFIX, [[7], [1, 2], [3], [4, 5, 6]]))
+    assert [len(one.context) for one in seen] == [0, len(PREFIX), len(PREFIX), len(PREFIX)]
+    assert all(one.context is seen[1].context for one in seen[1:])
+
+
+async def test_the_prefix_and_the_first_item_are_one_sequence(make_rig: MakeRig, score_job: MakeScore) -> None:
+    rig = make_rig(start=False)
+    seen = seen_sequences(rig)
+    rig.engine.start()
+    first = await rig.engine.score(score_job(PREFIX, [[1, 2, 3]]))
+    again = await rig.engine.score(score_job(PREFIX, [[1, 2, 3]]))
+    longer = await rig.engine.score(score_job([*PREFIX, 9], [[1, 2, 3]]))
+    empty = await rig.engine.score(score_job([*PREFIX, 8], [[]]))  # its row is the prefix's last token
+    found = [(len(one.context), len(one.write), one.rows.tolist()) for one in seen]
+    size = len(PREFIX)
+    assert found == [
+        (0, size + 3, [size + 2]),
+        (size, 3, [2]),  # the prefix is cached, the item is not
+        (size, 4, [3]),
+        (size, 1, []),
+        (size, 1, [0]),
+    ]
+    assert [one.cached.tolist() for one in (first, again, longer, empty)] == [[0], [size], [size], [size]]
+
+
+async def test_an_item_that_does_not_fit_behind_the_prefix_has_a_step_of_its_own(
+    make_rig: MakeRig, score_job: MakeScore
+) -> None:
+    rig = make_rig(start=False, token_budget=len(PREFIX) + 2)
+    seen = seen_sequences(rig)
+    rig.engine.start()
+    await rig.engine.score(score_job(PREFIX, [[1, 2, 3]]))
+    assert [(len(one.context), len(one.write)) for one in seen] == [(0, len(PREFIX)), (len(PREFIX), 3)]
