@@ -21,6 +21,7 @@ from gpu_sampler.kernels.common import (
     FLAGS,
     GREEDY,
     LOG2_E,
+    LOG_MIN_P,
     MASK_ROW,
     NO_KEY,
     TEMPERATURE,
@@ -83,19 +84,19 @@ def _draft_sample_kernel(
             probs = tl.where(at == 0, 1.0, 0.0)
         else:
             listed = tl.load(row_ints + b * INTS + LISTED)
-            bound = tl.full([], NO_KEY, tl.int64)
             if listed >= 0:
                 unsorted = tl.load(keys + b.to(tl.int64) * _SCRATCH + at, mask=at < listed, other=NO_KEY)
                 order = tl.sort(unsorted, descending=True)
                 count = listed
-                bound = load_bound(row_ints + b * INTS)
             else:
                 order, count = first_of_order(
                     row, m, picked + b * _LIST, keys + b.to(tl.int64) * _SCRATCH, IDS, GROUPS, HALF
                 )  # fmt: skip
-            stays = (at < IDS) & (at < count) & (order >= bound) & (order != NO_KEY)
+            temperature = number(table, slot, TEMPERATURE)
+            stays = (at < IDS) & (at < count) & (order >= load_bound(row_ints + b * INTS)) & (order != NO_KEY)
+            stays = stays & ((value_of(order) - best) / temperature >= number(table, slot, LOG_MIN_P))
             ids = tl.where(stays, id_of(order), 0)
-            x = tl.where(stays, (value_of(order) - best) / number(table, slot, TEMPERATURE), -float("inf"))
+            x = tl.where(stays, (value_of(order) - best) / temperature, -float("inf"))
             weights = tl.exp2(x * LOG2_E)
             probs = weights / tl.sum(weights, axis=0)
             found = tl.where(stays, ids, -1)

@@ -272,7 +272,7 @@ def _nucleus_fallback_kernel(
         if no_draw:
             _, mass = reach(row, unit, bound, log_min_p)
             tl.store(row_floats + r * FLOATS + MASS, mass)
-            store_bound(row_ints + r * INTS, bound)
+        store_bound(row_ints + r * INTS, bound)
     tl.store(tokens + r, token)
     tl.store(flags_out + r, row_flags)
     if logprobs is not None:
@@ -316,7 +316,7 @@ def nucleus_fallback(rows: LogitRows, out: SampleOutput, *, kept: bool = False) 
     Args:
         rows: the rows, as `sample` took them.
         out: the step's outputs; tokens, flags, log-probabilities and ranks of these rows are written.
-        kept: also stores what stays of the rows whose distribution verification needs.
+        kept: also stores what stays of the rows, which verification and drafts need.
     """
     work, vocab = rows.work, rows.logits.shape[1]
     _nucleus_fallback_kernel[(len(rows.logits),)](

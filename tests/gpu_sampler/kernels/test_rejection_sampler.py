@@ -165,6 +165,23 @@ def test_drafts_agree_with_the_reference(device: str, method: Any) -> None:
         np.testing.assert_allclose(own[2], wanted.q_probs, atol=2e-6)
 
 
+def test_drafts_of_a_top_k_that_is_wider_than_a_list_pass_its_other_filters(device: str) -> None:
+    size, slots = 700, np.arange(1, 5)
+    filters = [{"top_p": 0.2}, {"min_p": 0.5}, {"top_p": 0.3, "min_p": 0.4}, {}]
+    ours, reference = pair_of_samplers(5, size, device, RAW)
+    for sampler in (ours, reference):
+        for slot, more in enumerate(filters, 1):
+            sampler.admit(slot, SamplingParams(top_k=400, temperature=0.8, **more), [], seed=slot)  # type: ignore[arg-type]
+    logits = np.random.default_rng(1).normal(0, 2, (4, size)).astype(np.float32)
+    own = [part.cpu().numpy() for part in ours.draft(torch.tensor(logits).to(device), slots, 0, "probabilistic")]
+    wanted = reference.draft(logits, slots, 0, "probabilistic")
+    np.testing.assert_array_equal(own[0], wanted.ids)
+    np.testing.assert_array_equal(own[1], wanted.q_ids)
+    np.testing.assert_allclose(own[2], wanted.q_probs, atol=2e-6)
+    kept = (wanted.q_ids >= 0).sum(axis=1)
+    assert (kept[:3] < 30).all() and kept[3] == wanted.q_ids.shape[1]
+
+
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("rule", ["standard", "strict"])
