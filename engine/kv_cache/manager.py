@@ -134,18 +134,28 @@ class PrefixCache:
         node, parts, _ = self._walk(root, ids)
         return node, np.concatenate(parts) if parts else NO_SLOTS
 
-    def insert(self, key: Hashable, ids: Int32s, slots: Int32s) -> tuple[TreeNode, Int32s, int]:
+    def insert(
+        self, key: Hashable, ids: Int32s, slots: Int32s, node: TreeNode | None = None, known: int = 0
+    ) -> tuple[TreeNode, Int32s, int]:
         """Keeps `ids`, whose keys and values are in `slots`.
 
         The cache takes over slots[present:]. It had the first `present` tokens already, in slots of its own; the caller
         keeps its copies of these.
+
+        Args:
+            key: The domain.
+            ids: i32 [m].
+            slots: i32 [m].
+            node: A locked one that ends with the first `known` tokens, whose slots are the cache's.
+            known: 0: it has to find them.
 
         Returns:
             The node and the slots of `ids`, as `match` does, and `present`.
         """
         if not len(ids):
             return *self.match(key, ids), 0
-        node, parts, depth = self._walk(self._root(key), ids)
+        start = node if node is not None and known else self._root(key)
+        node, parts, depth = self._walk(start, ids, known)
         if depth < len(ids):
             leaf = TreeNode(node, key, ids[depth:].copy(), slots[depth:].copy())
             node.children[int(ids[depth])] = leaf
@@ -154,7 +164,7 @@ class PrefixCache:
             node = leaf
             self._touch(node)
             self._offer(node)
-        return node, np.concatenate(parts) if parts else NO_SLOTS, depth
+        return node, np.concatenate((slots[:known], *parts)), depth
 
     def lock(self, node: TreeNode) -> None:
         """Protects a node and its ancestors from eviction."""
@@ -230,14 +240,16 @@ class PrefixCache:
             root = self._roots[key] = TreeNode(None, key, NO_SLOTS, NO_SLOTS)
         return root
 
-    def _walk(self, node: TreeNode, ids: Int32s) -> tuple[TreeNode, list[Int32s], int]:
-        """Returns the node that ends with the last token that it shares with `ids`, the slots on the way, and their
-        number. Touches the nodes.
+    def _walk(self, node: TreeNode, ids: Int32s, depth: int = 0) -> tuple[TreeNode, list[Int32s], int]:
+        """Goes down from a node that ends with the first `depth` of `ids`. Touches the nodes.
+
+        Returns:
+            The node that ends with the last token that it shares with `ids`, the slots on the way, and how many of
+            `ids` that are.
 
         A node is split where the match ends within it: a lock of the rest would keep tokens without a user.
         """
         parts: list[Int32s] = []
-        depth = 0
         while depth < len(ids):
             child = node.children.get(int(ids[depth]))
             if child is None:
@@ -379,6 +391,5 @@ class KVCacheManager:
 def _common(a: Int32s, b: Int32s) -> int:
     """Returns the length of the common prefix."""
     n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
+    first = (a[:n] != b[:n]).tobytes().find(1)
+    return n if first < 0 else first

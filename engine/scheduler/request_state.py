@@ -221,7 +221,8 @@ class ItemState(ScoringState):
         return len(self.request.prefix) - 1, self.request.prefix[-1:]
 
     def answers(self, index: int, first: int, last: int) -> tuple[int, Int32s]:
-        """Finds the answers after an item's tokens first .. last - 1.
+        """Finds the answers after an item's tokens first .. last - 1. Where `first` is negative, as many other tokens
+        stand before the item.
 
         Returns:
             The number of the first of them among all answers, and their places, counted from `first`.
@@ -284,7 +285,7 @@ class PoolingState(ItemState):
         if not len(positions):
             return ItemState.answers(self, index, first, last)
         start = int(self.request.starts[index])
-        low, high = np.searchsorted(positions, (start + first, start + last)).tolist()
+        low, high = np.searchsorted(positions, (start + max(first, 0), start + last)).tolist()
         return low, positions[low:high] - (start + first)
 
     def fail(self, answers: Int64s) -> None:
@@ -619,9 +620,11 @@ def item_ends(lengths: Int64s) -> Int64s:
     Args:
         lengths: i64 [N], the tokens of each item; an empty one computes one.
     """
+    if len(lengths) == 1:  # as most requests have it
+        return np.array((0, max(1, lengths.item())), np.int64)
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.maximum(lengths, 1, out=ends[1:])
-    return ends if len(lengths) == 1 else np.cumsum(ends, out=ends)
+    return np.cumsum(ends, out=ends)
 
 
 def _targets(request: LikelihoodRequest) -> Int32s:

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-import numpy as np
-
 from engine.batch.input_batch import StepKind
 from engine.channels import Result, ResultDispatcher
 from engine.config import EngineConfig
@@ -236,7 +234,7 @@ class RequestTracker:
 
     def finish(self, state: ScoringState, result: Result) -> None:
         """Answers a scoring request with its result and ends it."""
-        self._recorder.cached_tokens += int(np.add.reduce(state.cached))
+        self._recorder.cached_tokens += sum(state.cached.tolist())
         self._results.add(state.results, result)
         self.end(state)
 

@@ -153,7 +153,8 @@ class ScoreBatcher:
         state.prefix_slots, state.part_slots, state.prefix_owned, state.node = NO_SLOTS, NO_SLOTS, 0, None
 
         def free() -> None:
-            self._kv_cache.free(np.concatenate((own, part)))
+            if len(own) or len(part):
+                self._kv_cache.free(np.concatenate((own, part)))
             if node is not None:
                 self._kv_cache.prefix_cache.unlock(node)
 
@@ -166,10 +167,10 @@ class ScoreBatcher:
         """
         if state.prefix_owned >= done:
             return
-        tree, own = self._kv_cache.prefix_cache, state.prefix_slots
-        node, slots, present = tree.insert(state.domain, state.request.prefix[:done], own[:done])
-        copies = own[state.prefix_owned : max(present, state.prefix_owned)]
-        old = state.node
+        tree, own, old = self._kv_cache.prefix_cache, state.prefix_slots, state.node
+        ids, known = state.request.prefix[:done], state.prefix_owned
+        node, slots, present = tree.insert(state.domain, ids, own[:done], old, known)
+        copies = own[known:present]
         tree.lock(node)
         if old is not None:
             tree.unlock(old)
@@ -221,9 +222,8 @@ class ScoreBatcher:
         taken = self._kv_cache.allocate(spent)
         if taken is None:
             return 0
-        number, places = state.answers(at, 0, len(ids))
-        tokens = np.concatenate((prefix[-n:], ids))
-        self._scheduled.append(ScheduledSequence(0, before, taken, tokens, places + np.int32(n)))
+        number, places = state.answers(at, -n, len(ids))
+        self._scheduled.append(ScheduledSequence(0, before, taken, np.concatenate((prefix[-n:], ids)), places))
         self._attended += len(before) + spent
         self._scratch.append(taken[n:])
         state.cached[at] = state.prefix_cached if at == 0 else context
