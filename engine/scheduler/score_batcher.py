@@ -198,10 +198,8 @@ class ScoreBatcher:
         n = min(len(prefix) - done, limit)
         if n == 0:
             return 0
-        if isinstance(state, ItemState) and done + n == len(prefix):
-            spent = self._prefix_and_item(state, n, left)
-            if spent:
-                return spent
+        if isinstance(state, ItemState) and done + n == len(prefix) and self._item_fits(state, left - n):
+            return self._prefix_and_item(state, n)
         taken = self._take(state, n)
         if taken is None:
             return 0
@@ -209,21 +207,26 @@ class ScoreBatcher:
         state.prefix_slots = np.concatenate((state.prefix_slots, taken))
         return n
 
-    def _prefix_and_item(self, state: ItemState, n: int, left: int) -> int:
-        """Computes the last `n` tokens of the prefix and the next item as one sequence, if both fit; returns how many.
+    def _item_fits(self, state: ItemState, left: int) -> bool:
+        """Tells whether `left` tokens hold the next item, which attends to the whole prefix."""
+        context, ids = state.item(state.next_item)
+        room = self._rows < self._max_rows and self._attended < MAX_STEP_ATTENDED
+        return room and context == len(state.request.prefix) and len(ids) <= left
 
-        As two sequences they would cost attention and the host twice, which a request with one item feels most.
+    def _prefix_and_item(self, state: ItemState, n: int) -> int:
+        """Computes the last `n` tokens of the prefix and the next item as one sequence; returns how many.
+
+        Two sequences would cost attention and the host twice, which a request with one item feels most.
         """
-        at, prefix, before = state.next_item, state.request.prefix, state.prefix_slots
+        at, before = state.next_item, state.prefix_slots
         context, ids = state.item(at)
         spent = n + len(ids)
-        if context < len(prefix) or spent > left or self._rows >= self._max_rows or self._attended >= MAX_STEP_ATTENDED:
-            return 0
-        taken = self._kv_cache.allocate(spent)
+        taken = self._take(state, spent)
         if taken is None:
             return 0
         number, places = state.answers(at, -n, len(ids))
-        self._scheduled.append(ScheduledSequence(0, before, taken, np.concatenate((prefix[-n:], ids)), places))
+        tokens = np.concatenate((state.request.prefix[-n:], ids))
+        self._scheduled.append(ScheduledSequence(0, before, taken, tokens, places))
         self._attended += len(before) + spent
         self._scratch.append(taken[n:])
         state.cached[at] = state.prefix_cached if at == 0 else context

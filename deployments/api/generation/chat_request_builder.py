@@ -73,7 +73,7 @@ async def conversation_ids(
         body: Says how the messages are rendered.
         conversations: At least one.
         field: Name of the request's field that has an entry for each, for errors.
-        max_model_len: Of a longer one the row holds as many tokens, or it is refused.
+        max_model_len: A longer one counts as many tokens: it is cut to them, or refused.
         answer: Text with which each answer begins.
 
     Raises:

@@ -27,7 +27,8 @@ def check_exposure(config: dict[str, Any], args: AppArgs, where: str) -> Iterato
             yield note(place, f"Every client that reaches {host} may use the service: {source}.allow_open is set.")
         else:
             why = f"Given: {host}." if named else f"Not given, and Serve's own default is {EVERY_INTERFACE}."
-            remedy = f"set 127.0.0.1, or {source}.mode keys"
+            section = "auth" if auth is args.auth else source
+            remedy = f"set 127.0.0.1, or {section}.mode keys"
             yield error(place, f"Other machines may use the service without a key: {remedy}. {why}")
 
 
