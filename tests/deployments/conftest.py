@@ -1,5 +1,11 @@
 """The fixtures of these tests, each from the module of what it makes."""
 
+from collections.abc import Iterator
+from functools import lru_cache
+
+import pytest
+
+from scoring.prompts.sandbox import compile_source
 from tests.deployments.clients import app as app
 from tests.deployments.clients import client as client
 from tests.deployments.clients import client_of as client_of
@@ -17,3 +23,11 @@ from tests.deployments.scripted import backend as backend
 from tests.deployments.scripted import label_logprob_fixture as label_logprob_fixture
 from tests.deployments.wires import wire as wire
 from tests.deployments.wires import wire_to as wire_to
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sources_compiled_once() -> Iterator[None]:
+    """Prompt templates of one source are compiled once: thousands of these tests build an app, with a dozen presets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scoring.prompts.templates.compile_source", lru_cache(maxsize=None)(compile_source))
+        yield

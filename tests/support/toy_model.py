@@ -257,6 +257,8 @@ class ByteTokenizer(Tokenizer):
 
     @staticmethod
     def _encode(text: str, names: dict[int, str]) -> list[int]:
+        if not any(name in text for name in names.values()):
+            return list(text.encode("utf-8"))
         ids: list[int] = []
         while text:
             found = [(at, token) for token, name in names.items() if (at := text.find(name)) >= 0]
