@@ -96,6 +96,20 @@ def test_what_packing_would_get_wrong_is_refused_by_name_and_reason(name: str) -
     assert f"`{config.model_type}` is not supported: " in str(error.value)
 
 
+OFFSET = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl")
+
+
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OFFSET)
+def test_a_decoder_whose_positions_do_not_begin_at_0_is_refused(
+    tiny_models: Any, name: str, dtype: torch.dtype
+) -> None:
+    config = T.CONFIG_MAPPING[name](**FEW, intermediate_size=96, max_position_embeddings=130, is_decoder=True)
+    with pytest.raises(UnsupportedModel, match=r"positions that begin at 0.* change its rows.*pad_token_id \+ 1"):
+        HFModel(tiny_models.of(config).to(dtype), ENGINE, max_model_len=64)
+
+
 def test_longrope_within_its_original_length_is_served(tiny_models: Any) -> None:
     module = tiny_models.module("phi3", original_max_position_embeddings=64, rope_parameters=dict(LONG))
     assert HFModel(module, ENGINE, max_model_len=64).max_model_len == 64
