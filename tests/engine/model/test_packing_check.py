@@ -110,6 +110,39 @@ def test_a_decoder_whose_positions_do_not_begin_at_0_is_refused(
         HFModel(tiny_models.of(config).to(dtype), ENGINE, max_model_len=64)
 
 
+MASKED: dict[str, tuple[Callable[..., Any], str]] = {  # the library's mask has the window; no attention call passes it
+    "phimoe": (lambda **more: T.PhimoeConfig(**SMALL, num_local_experts=4, **more), "None"),
+    "qwen2_moe": (
+        lambda **more: T.Qwen2MoeConfig(**SMALL, **MOE, use_sliding_window=True, max_window_layers=2, **more),
+        "sliding_attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_window_that_only_the_librarys_mask_knows_bounds_the_length(tiny_models: Any, name: str) -> None:
+    make, kind = MASKED[name]
+    for window in (8, 100):  # the packing check's sequences are longer than one, and shorter than the other
+        module = tiny_models.of(make(sliding_window=window))
+        reason = rf"`sliding_window`: {window}, `layer_types`: {kind}.*passes: none.*at most {window}. Given: 128"
+        with pytest.raises(UnsupportedModel, match=reason):
+            HFModel(module, ENGINE, max_model_len=128)
+        assert HFModel(module, ENGINE, max_model_len=window).max_model_len == window
+
+
+def test_a_sliding_layer_whose_call_has_no_window_is_refused(tiny_models: Any) -> None:
+    types = ["full_attention"] * 3 + ["sliding_attention"]
+    module = tiny_models.of(T.LlamaConfig(**SMALL, layer_types=types, sliding_window=100))
+    with pytest.raises(UnsupportedModel, match=r"layer 3 must pass.*100 \(.*It passes: none.*at most 100. Given: 128"):
+        HFModel(module, ENGINE, max_model_len=128)
+
+
+@pytest.mark.parametrize("window", [8, 100, 4096])
+def test_a_window_that_the_library_ignores_refuses_no_model(tiny_models: Any, window: int) -> None:
+    model = HFModel(tiny_models.of(T.LlamaConfig(**SMALL, sliding_window=window)), ENGINE, max_model_len=128)
+    assert {(call.window, call.mask_window) for call in model.probed.calls} == {(NO_WINDOW, NO_WINDOW)}
+
+
 def test_longrope_within_its_original_length_is_served(tiny_models: Any) -> None:
     module = tiny_models.module("phi3", original_max_position_embeddings=64, rope_parameters=dict(LONG))
     assert HFModel(module, ENGINE, max_model_len=64).max_model_len == 64
