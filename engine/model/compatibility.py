@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.attention.interface import ATTENTION, NO_SOFTCAP, NO_WINDOW, AttentionBackend
 from engine.kv_cache.storage import LayerShape
 
 SLIDING = "sliding_attention"  # in `layer_types`
 SUPPORTED_LAYERS = ("full_attention", SLIDING)
+DEFAULT_ROPE = "default"  # the plain rotary embedding, for which the library needs no function
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
@@ -62,23 +64,29 @@ def check_config(config: Any, max_model_len: int | None = None) -> None:
         raise UnsupportedModel(
             name, "its attention is chunked (attention_chunk_size), which packed steps would not apply"
         )
-    for parameters in _rope_parameters(text):
-        _check_rope(name, text, parameters, max_model_len)
+    for field, parameters in _rope_parameters(text):
+        _check_rope(name, text, field, parameters, max_model_len)
 
 
-def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
+def _rope_parameters(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the parameters of each kind of rotary embedding, with the name of their field."""
     for field in ("rope_parameters", "rope_scaling"):
         found = getattr(config, field, None)
         if isinstance(found, dict):
-            nested = [value for value in found.values() if isinstance(value, dict)]
-            yield from nested or [found]  # some models have parameters for each layer type
+            nested = [(f"{field}.{kind}", value) for kind, value in found.items() if isinstance(value, dict)]
+            yield from nested or [(field, found)]  # some models have parameters for each layer type
 
 
-def _check_rope(name: str, config: Any, parameters: dict[str, Any], max_model_len: int | None) -> None:
-    """Refuses rotary embeddings that depend on the largest position of a step: a long request would change others."""
-    kind = parameters.get("rope_type", parameters.get("type"))
+def _check_rope(name: str, config: Any, field: str, parameters: dict[str, Any], max_model_len: int | None) -> None:
+    """Refuses rotary embeddings that the library does not know, and those that depend on the largest position of a
+    step: a long request would change others."""
+    own = getattr(config, "default_rope_type", DEFAULT_ROPE)
+    kind = parameters.get("rope_type", parameters.get("type", own))
     if kind == "dynamic":
         raise UnsupportedModel(name, "its rotary embedding is dynamic: a long request would change its neighbours")
+    known = sorted({DEFAULT_ROPE, own, *ROPE_INIT_FUNCTIONS} - {"dynamic"})
+    if kind not in known:
+        raise UnsupportedModel(name, f"`{field}.rope_type` must be one of {', '.join(known)}. Given: {kind}")
     if kind == "longrope":
         original = parameters.get(ORIGINAL_LENGTH) or getattr(config, ORIGINAL_LENGTH, None)
         length = max_model_len or config.max_position_embeddings

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, AttentionCall, Att
 from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind
 from engine.config import EngineConfig
-from engine.model.compatibility import UnsupportedModel
+from engine.model.checkpoint import read_config
+from engine.model.compatibility import UnsupportedModel, check_config
 from engine.model.hf_model import HFModel
+from tests.support.model_folders import write_json
 
 ENGINE = EngineConfig(kv_slots=64)
 SMALL = {
@@ -141,6 +144,25 @@ def test_a_sliding_layer_whose_call_has_no_window_is_refused(tiny_models: Any) -
 def test_a_window_that_the_library_ignores_refuses_no_model(tiny_models: Any, window: int) -> None:
     model = HFModel(tiny_models.of(T.LlamaConfig(**SMALL, sliding_window=window)), ENGINE, max_model_len=128)
     assert {(call.window, call.mask_window) for call in model.probed.calls} == {(NO_WINDOW, NO_WINDOW)}
+
+
+@pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", ["su", "foo"])
+def test_an_unknown_rotary_embedding_is_refused_by_its_field(tmp_path: Path, field: str, kind: str) -> None:
+    config = T.LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"]).to_dict()
+    del config["rope_parameters"]
+    write_json(tmp_path, "config.json", config | {field: {"type": kind, "rope_theta": 1e4, "factor": 2.0}})
+    allowed = "`rope_parameters.rope_type` must be one of default, linear, llama3, longrope, proportional, yarn"
+    with pytest.raises(UnsupportedModel, match=rf"{allowed}. Given: {kind}\."):
+        read_config(tmp_path, None)
+
+
+def test_a_rotary_embedding_of_a_layer_type_is_refused_by_its_field() -> None:
+    ropes = {"full_attention": {"rope_type": "foo"}, "sliding_attention": {"rope_type": "default"}}
+    config = T.Gemma3TextConfig(**SMALL, head_dim=16)
+    config.rope_parameters = ropes
+    with pytest.raises(UnsupportedModel, match=r"`rope_parameters.full_attention.rope_type` must be.*Given: foo\."):
+        check_config(config)
 
 
 def test_longrope_within_its_original_length_is_served(tiny_models: Any) -> None:
