@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from engine.model.compatibility import UnsupportedModel
+from engine.model.file_digests import TRANSFORMER_FILES
 from engine.model.heads.row_pooling import Pooling
 
 MODULES = "modules.json"
@@ -83,14 +84,12 @@ def read_embedding(folder: Path, name: str, pooling: str = "auto") -> EmbeddingF
     own = _mode(paths[1], name)
     if pooling not in ("auto", own):
         raise UnsupportedModel(name, f"`model.pooling` must be auto or {own}, as its files say. Given: {pooling}")
-    writing = _object(paths[0] / "sentence_bert_config.json")
+    file, writing = _transformer_object(paths[0])
     if writing.get("do_lower_case"):
-        raise UnsupportedModel(name, "`do_lower_case` of its sentence_bert_config.json must be false. Given: true")
+        raise UnsupportedModel(name, f"`do_lower_case` of its {file} must be false. Given: true")
     longest = writing.get("max_seq_length")
     if longest is not None and (type(longest) is not int or longest < 1):
-        raise UnsupportedModel(
-            name, f"`max_seq_length` of its sentence_bert_config.json must be at least 1. Given: {longest!r}"
-        )
+        raise UnsupportedModel(name, f"`max_seq_length` of its {file} must be at least 1. Given: {longest!r}")
     wording = _object(folder / "config_sentence_transformers.json")
     prompts = {str(key): str(text) for key, text in (wording.get("prompts") or {}).items()}
     default = wording.get("default_prompt_name")
@@ -181,6 +180,14 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         if Path(path).is_absolute() or ".." in Path(path).parts:
             raise UnsupportedModel(str(folder.name), f"`path` in {MODULES} must be inside the folder. Given: {path!r}")
     return found
+
+
+def _transformer_object(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the content of the file that describes the Transformer module."""
+    for name in TRANSFORMER_FILES:
+        if found := _object(folder / name):
+            return name, found
+    return TRANSFORMER_FILES[0], {}
 
 
 def _object(file: Path) -> dict[str, Any]:
