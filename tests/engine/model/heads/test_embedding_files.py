@@ -1,6 +1,7 @@
 """Tests what is read of the files with which sentence-transformers describes a model, and what is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,3 +37,34 @@ def test_the_first_name_that_says_something_counts(folder: Path) -> None:
         write_json(folder, f"sentence_{kind}_config.json", {"max_seq_length": length})
     write_json(folder, "sentence_bert_config.json", {})
     assert read_embedding(folder, "BertModel").max_tokens == 1
+
+
+@pytest.mark.parametrize("default", [None, "query", "document"])
+def test_a_prompt_that_is_null_is_none(folder: Path, default: str | None) -> None:
+    prompts = {"query": "q: ", "document": None, "clustering": ""}
+    write_json(folder, "config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": default})
+    found = read_embedding(folder, "BertModel")
+    assert found.prompts == (("query", "q: "), ("clustering", ""))
+    assert found.default_prompt == ("query" if default == "query" else None)
+
+
+@pytest.mark.parametrize(
+    ("wording", "reason"),
+    [
+        ({"prompts": {"query": 7}}, r"`prompts.query` of its .* must be a text or null. Given: 7"),
+        ({"prompts": {"query": ["q: "]}}, r"`prompts.query` of its .* must be a text or null. Given: \['q: '\]"),
+        ({"prompts": ["q: "]}, r"`prompts` of its .* must be an object of texts. Given: \['q: '\]"),
+        (
+            {"prompts": {"a": "", "b": None}, "default_prompt_name": "c"},
+            r"`default_prompt_name` of its .* must be one of a, b. Given: c",
+        ),
+        (
+            {"prompts": {"a": ""}, "default_prompt_name": ["a"]},
+            r"`default_prompt_name` of its .* one of a. Given: \['a",
+        ),
+    ],
+)
+def test_a_prompt_that_is_no_text_is_refused_by_its_name(folder: Path, wording: dict[str, Any], reason: str) -> None:
+    write_json(folder, "config_sentence_transformers.json", wording)
+    with pytest.raises(UnsupportedModel, match=reason):
+        read_embedding(folder, "BertModel")
