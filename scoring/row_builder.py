@@ -540,7 +540,7 @@ class PairRowBuilder(RowBuilder):
             raise self._query_too_long(len(self.query) + frame.size)
         texts = [item for item in self.items if isinstance(item, str)]
         parts: dict[int, list[int]] = {}
-        truncated, segments = [0] * len(texts), dict[int, int]()
+        truncated, ends = [0] * len(texts), dict[int, int]()  # tokens before `between`
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False, plain=True)
         most = room if spec.max_item_tokens is None else spec.max_item_tokens
         self.check_total(sum(frame.size + min(len(self.query) + min(len(item), most), room) for item in encoded))
@@ -558,9 +558,13 @@ class PairRowBuilder(RowBuilder):
             query, own = cut_ids(self.query, first, spec.truncation_side), cut_ids(own, second, spec.truncation_side)
             truncated[index] = len(item) - len(own)
             parts[index] = [*frame.before, *query, *frame.between, *own, *frame.after]
-            segments[index] = len(frame.before) + len(query) + frame.first_of_between
+            ends[index] = len(frame.before) + len(query)
         rows = unshared(self.pack([], parts, truncated))  # without those that have ids the model lacks
-        return rows._replace(segments=np.array([segments[index] for index in rows.items], np.int32))
+        if frame.first_of_between is None:
+            return rows
+        return rows._replace(
+            segments=np.array([ends[index] for index in rows.items], np.int32) + frame.first_of_between
+        )
 
     def head_size(self, prefix: Int32s) -> int:
         """See `RowBuilder.head_size`. These rows share nothing."""

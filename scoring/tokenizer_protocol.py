@@ -27,8 +27,8 @@ class PairFrame(Protocol):
     def after(self) -> list[int]: ...
 
     @property
-    def first_of_between(self) -> int:
-        """Returns how many tokens of `between` belong to the first segment."""
+    def first_of_between(self) -> int | None:
+        """Returns how many tokens of `between` belong to the first segment; None: rows have no second segment."""
         ...
 
     @property

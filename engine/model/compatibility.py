@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.attention.interface import ATTENTION, NO_SOFTCAP, NO_WINDOW, AttentionBackend
 from engine.kv_cache.storage import LayerShape
 
-SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+SLIDING = "sliding_attention"  # in `layer_types`
+SUPPORTED_LAYERS = ("full_attention", SLIDING)
+DEFAULT_ROPE = "default"  # the plain rotary embedding, for which the library needs no function
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
@@ -61,23 +64,29 @@ def check_config(config: Any, max_model_len: int | None = None) -> None:
         raise UnsupportedModel(
             name, "its attention is chunked (attention_chunk_size), which packed steps would not apply"
         )
-    for parameters in _rope_parameters(text):
-        _check_rope(name, text, parameters, max_model_len)
+    for field, parameters in _rope_parameters(text):
+        _check_rope(name, text, field, parameters, max_model_len)
 
 
-def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
+def _rope_parameters(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the parameters of each kind of rotary embedding, with the name of their field."""
     for field in ("rope_parameters", "rope_scaling"):
         found = getattr(config, field, None)
         if isinstance(found, dict):
-            nested = [value for value in found.values() if isinstance(value, dict)]
-            yield from nested or [found]  # some models have parameters for each layer type
+            nested = [(f"{field}.{kind}", value) for kind, value in found.items() if isinstance(value, dict)]
+            yield from nested or [(field, found)]  # some models have parameters for each layer type
 
 
-def _check_rope(name: str, config: Any, parameters: dict[str, Any], max_model_len: int | None) -> None:
-    """Refuses rotary embeddings that depend on the largest position of a step: a long request would change others."""
-    kind = parameters.get("rope_type", parameters.get("type"))
+def _check_rope(name: str, config: Any, field: str, parameters: dict[str, Any], max_model_len: int | None) -> None:
+    """Refuses rotary embeddings that the library does not know, and those that depend on the largest position of a
+    step: a long request would change others."""
+    own = getattr(config, "default_rope_type", DEFAULT_ROPE)
+    kind = parameters.get("rope_type", parameters.get("type", own))
     if kind == "dynamic":
         raise UnsupportedModel(name, "its rotary embedding is dynamic: a long request would change its neighbours")
+    known = sorted({DEFAULT_ROPE, own, *ROPE_INIT_FUNCTIONS} - {"dynamic"})
+    if kind not in known:
+        raise UnsupportedModel(name, f"`{field}.rope_type` must be one of {', '.join(known)}. Given: {kind}")
     if kind == "longrope":
         original = parameters.get(ORIGINAL_LENGTH) or getattr(config, ORIGINAL_LENGTH, None)
         length = max_model_len or config.max_position_embeddings
@@ -91,6 +100,7 @@ def _check_rope(name: str, config: Any, parameters: dict[str, Any], max_model_le
 
 PROBE = "assay_probe"
 PROBE_TOKENS = 2
+WINDOW_DTYPE = torch.int64  # of a mask that tells its window during the probe; no model makes such a mask itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +116,8 @@ class LayerCall:
     window: int
     softcap: float
     sinks: bool
-    masked: bool
+    masked: bool  # by a mask that the model makes itself
+    mask_window: int  # of the library's mask
 
 
 class ProbedModel(NamedTuple):
@@ -149,6 +160,7 @@ def record_call(
 ) -> tuple[torch.Tensor, None]:
     """Replaces the attention function during the probe: records the call and returns zeros (1, T, H, E)."""
     if _recorder.calls is not None:
+        recorded = attention_mask is not None and attention_mask.dtype == WINDOW_DTYPE
         call = LayerCall(
             module=module,
             heads=query.shape[1],
@@ -159,10 +171,19 @@ def record_call(
             window=NO_WINDOW if sliding_window is None else int(sliding_window),
             softcap=NO_SOFTCAP if softcap is None else float(softcap),
             sinks=s_aux is not None,
-            masked=attention_mask is not None,
+            masked=attention_mask is not None and not recorded,
+            mask_window=int(attention_mask.flatten()[0]) if attention_mask is not None and recorded else NO_WINDOW,
         )
         _recorder.calls.append(call)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def record_mask(
+    *, q_length: int, kv_length: int, device: torch.device, local_size: int | None = None, **_: object
+) -> torch.Tensor:
+    """Replaces the mask function during the probe: returns (1, 1, T, T) full of the window that the mask would have."""
+    window = NO_WINDOW if local_size is None else int(local_size)
+    return torch.full((1, 1, q_length, kv_length), window, dtype=WINDOW_DTYPE, device=device)
 
 
 @contextmanager
@@ -180,12 +201,17 @@ def set_attention(module: Any, name: str) -> None:
     module.set_attn_implementation(name)
 
 
-def probe(module: Any, backend: AttentionBackend) -> ProbedModel:
+def probe(module: Any, backend: AttentionBackend, max_model_len: int) -> ProbedModel:
     """Runs the model once, and records what each layer passes to attention.
 
+    Args:
+        module: A model of transformers.
+        backend: Computes attention.
+        max_model_len: Tokens of a sequence.
+
     Raises:
-        UnsupportedModel: Attention is not one call of each layer, has a mask of its own, or has heads that the backend
-            does not take.
+        UnsupportedModel: Attention is not one call of each layer, has a mask of its own or a window that only the
+            library's mask knows, or has heads that the backend does not take.
     """
     architecture = str(module.config.model_type)
     calls: list[LayerCall] = []
@@ -211,8 +237,30 @@ def probe(module: Any, backend: AttentionBackend) -> ProbedModel:
         raise UnsupportedModel(
             architecture, "it builds an attention mask of its own, which packed steps would not apply"
         )
+    _check_windows(architecture, module.config.get_text_config(decoder=True), calls, max_model_len)
     try:
         shapes = [LayerShape(call.kv_heads, *backend.stored_dims(call.key_dim, call.value_dim)) for call in calls]
     except ValueError as error:
         raise UnsupportedModel(architecture, str(error).rstrip(".")) from error
     return ProbedModel(module, backend, calls, shapes)
+
+
+def _check_windows(name: str, config: Any, calls: list[LayerCall], max_model_len: int) -> None:
+    """Refuses a layer whose window is another one than its attention call passes, which is the one that packed steps
+    apply. Its window is that of the library's mask, or the one that `layer_types` asks for."""
+    types = [*(getattr(config, "layer_types", None) or ()), *[None] * len(calls)]
+    named = getattr(config, "sliding_window", None)
+    for index, (call, kind) in enumerate(zip(calls, types, strict=False)):
+        window = call.mask_window
+        if kind == SLIDING and window == call.window == NO_WINDOW:
+            window = int(named or 0)
+        limit = min(one for one in (window, call.window, max_model_len) if one != NO_WINDOW)
+        if window == call.window or max_model_len <= limit:
+            continue
+        advice = f"; set `model.max_model_len` to at most {limit}. Given: {max_model_len}" if limit > 0 else ""
+        passed, wanted = ("none" if one == NO_WINDOW else one for one in (call.window, window))
+        raise UnsupportedModel(
+            name,
+            f"the attention call of layer {index} must pass the layer's window, {wanted} (`sliding_window`: {named}, "
+            f"`layer_types`: {kind}), since packed steps apply no other. It passes: {passed}{advice}",
+        )

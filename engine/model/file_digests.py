@@ -14,6 +14,10 @@ from engine.model.model_folder import BadCheckpoint, read_json
 
 RECORD = "assay-digests.json"
 WEIGHTS = ".safetensors"
+TRANSFORMER_FILES = tuple(  # of sentence-transformers, which reads the first that says something
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 # Everything that is read of a model's folder: weights, configurations, tokenizer. Code and pickles never are.
 READ_FILES = (
     "*.safetensors",
@@ -21,7 +25,7 @@ READ_FILES = (
     "config.json",
     "generation_config.json",
     "config_sentence_transformers.json",
-    "sentence_bert_config.json",
+    *TRANSFORMER_FILES,
     "modules.json",
     "adapter_config.json",
     "tokenizer.json",

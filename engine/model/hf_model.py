@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.attention.interface import (
     ATTENTION,
@@ -44,7 +44,7 @@ from engine.config import EngineConfig
 from engine.kv_cache.storage import KVStorage, bytes_of_token, slots_that_fit
 from engine.metrics import Stopwatch
 from engine.model.checkpoint import end_of_text_ids, longest_sequence
-from engine.model.compatibility import PROBE, ProbedModel, check_config, probe, record_call, set_attention
+from engine.model.compatibility import PROBE, ProbedModel, check_config, probe, record_call, record_mask, set_attention
 from engine.model.cuda_graphs.decode import MAX_ATTENDED, DecodeGraphs, graph_memory
 from engine.model.cuda_graphs.prefill import PrefillGraphs
 from engine.model.heads.pooling_head import PoolingHead, PoolingModel
@@ -86,6 +86,7 @@ CHECKED_TOKENS = 600  # of served steps whose bits are compared: more than one p
 
 AttentionInterface.register(ATTENTION, attend)
 AttentionInterface.register(PROBE, record_call)
+AttentionMaskInterface.register(PROBE, record_mask)
 
 
 class HFModel:
@@ -181,7 +182,7 @@ class HFModel:
         """Probes and checks the model, changes its layers as configured, and checks them again."""
         check_config(module.config, self.max_model_len)
         with timed("probe", progress):
-            self.probed = probe(module, self._backend)
+            self.probed = probe(module, self._backend, self.max_model_len)
             set_attention(module, ATTENTION)
         build = self._build_attention()
         self.contexts_built = None if build is None else build.ended

@@ -101,7 +101,7 @@ class _Part(NamedTuple):
 
 
 class PackingCheck:
-    """Compares packed steps with the library's own attention over each sequence by itself.
+    """Compares packed steps with the library's own attention and positions over each sequence by itself.
 
     Two sequences share a prefix and a third is short; they are packed, chunked and decoded over scattered slots of a
     storage full of NaN. The reference rows are computed once, when this is made: a model that is changed afterwards
@@ -118,6 +118,7 @@ class PackingCheck:
         with attention_of(module, REFERENCE):
             self._reference = [_reference_rows(module, one) for one in self._ids]
             _check_finite(model.architecture, module, self._reference)
+            _check_positions(model.architecture, module, self._ids[-1], self._reference[-1])
             self._tolerance = _tolerance(module, self._ids[0], self._reference[0])
 
     def run(self) -> float:
@@ -262,9 +263,31 @@ def _run(
     return ScheduledSequence(index, slots[index][:first], slots[index][first:last], new, rows)
 
 
-def _reference_rows(module: Any, ids: Int32s, *, noise: float = 0.0) -> torch.Tensor:
-    """Returns the model's `output_rows` over `ids` by themselves, embeddings being changed by a part of `noise`."""
-    at = torch.arange(len(ids), device=module.device)[None]
+def _check_positions(architecture: str, module: nn.Module, ids: Int32s, reference: torch.Tensor) -> None:
+    """Raises UnsupportedModel where the library's own positions over `ids` are not 0, 1, 2..., as packed steps have."""
+    counted = _reference_rows(module, ids, positions=torch.arange(len(ids), device=reference.device)).float()
+    wanted = reference.float()
+    difference = float((counted - wanted).abs().max() / wanted.abs().max())
+    allowed = EXACT_TOLERANCE if reference.dtype == torch.float32 else HALF_NOISE
+    if not difference <= allowed:  # NaN is neither
+        raise UnsupportedModel(
+            architecture,
+            f"positions that begin at 0, as packed steps have, change its rows by {difference:.2g} of the largest one "
+            f"(allowed: {allowed:.2g}): the library gives its tokens other positions, such as from pad_token_id + 1 on",
+        )
+
+
+def _reference_rows(
+    module: Any, ids: Int32s, *, noise: float = 0.0, positions: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns the model's `output_rows` over `ids` by themselves.
+
+    Args:
+        module: The model.
+        ids: The tokens.
+        noise: Part by which the embeddings are changed.
+        positions: Those of the tokens; None: the library chooses them.
+    """
     tokens = torch.from_numpy(ids).long().to(module.device)[None]
     given: dict[str, torch.Tensor] = {"input_ids": tokens}
     with torch.no_grad():
@@ -272,7 +295,9 @@ def _reference_rows(module: Any, ids: Int32s, *, noise: float = 0.0) -> torch.Te
             embedded = module.get_input_embeddings()(tokens)
             ripple = torch.linspace(-noise, noise, embedded.shape[-1], device=embedded.device).to(embedded.dtype)
             given = {"inputs_embeds": embedded * (1 + ripple)}
-        out = module(**given, position_ids=at, use_cache=False)
+        if positions is not None:
+            given["position_ids"] = positions[None]
+        out = module(**given, use_cache=False)
     rows: torch.Tensor = (out.last_hidden_state if module.base_model is module else out.logits)[0]
     return rows
 

@@ -32,7 +32,7 @@ class PairControls(NamedTuple):
     before: list[int]
     between: list[int]
     after: list[int]
-    first_of_between: int  # tokens of `between` that belong to the first segment
+    first_of_between: int | None  # tokens of `between` in the first segment; None: rows have no second segment
 
     @property
     def size(self) -> int:
@@ -113,7 +113,9 @@ class Tokenizer:
         self._special = frozenset(int(token) for token in loaded.all_special_ids) | frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self.pair_frame: PairControls | None = _pair_frame(backend)
+        self.pair_frame: PairControls | None = _pair_frame(
+            backend, segments="token_type_ids" in loaded.model_input_names
+        )
         decoder = json.loads(data).get("decoder")
         self._bytes = _byte_alphabet(decoder)
         self._strips = any(stage.get("type") in ("Metaspace", "Strip") for stage in _stages(decoder))
@@ -258,8 +260,13 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> Tokenizer:
     return Tokenizer(BUILTIN_FOLDERS.get(str(path), Path(path)), revision)
 
 
-def _pair_frame(backend: Any) -> PairControls | None:
-    """Finds the control tokens that the tokenizer's post-processor writes around a pair of texts."""
+def _pair_frame(backend: Any, *, segments: bool) -> PairControls | None:
+    """Finds the control tokens that the tokenizer's post-processor writes around a pair of texts.
+
+    Args:
+        backend: The fast tokenizer.
+        segments: Whether the model gets the tokenizer's segments, which are those of the library's `token_type_ids`.
+    """
     found = backend.encode("a", "a", add_special_tokens=True)
     sides: list[int | None] = found.sequence_ids
     if 0 not in sides or 1 not in sides:
@@ -271,8 +278,10 @@ def _pair_frame(backend: Any) -> PairControls | None:
     between = found.ids[end:second]
     if not between:  # nothing tells the texts apart
         return None
-    own = sum(kind == found.type_ids[first] for kind in found.type_ids[end:second])
-    split = len(between) if found.type_ids[first] == found.type_ids[second] else own
+    kinds = found.type_ids
+    split = None
+    if segments and kinds[first] != kinds[second]:
+        split = sum(kind == kinds[first] for kind in kinds[end:second])
     return PairControls(found.ids[:first], between, found.ids[last + 1 :], split)
 
 

@@ -102,6 +102,22 @@ async def test_documents_are_ranked_as_the_cross_encoder_does(
     assert np.abs([p[0]["score"] - r["score"] for p, r in zip(predicted[:-1], ranked, strict=True)]).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["roberta", "bert"])
+async def test_both_texts_have_one_segment_where_the_tokenizer_gives_them_one(
+    replica_client: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    folder, texts = tmp_path / name, without_controls(TEXTS)
+    save_encoder(folder, name, AutoModelForSequenceClassification, num_labels=1, type_vocab_size=2)
+    save_pair_tokenizer(folder, segments=False)
+    client = await replica_client(model={"path": str(folder), "device": "cpu", "max_model_len": LONGEST}, **ENGINE)
+    wanted = cross_encoder(folder, [(QUERY, text) for text in texts])
+    found = (await client.post("/rerank", {"query": QUERY, "texts": texts, "raw_scores": True})).json()
+    assert np.abs([one["score"] - wanted[one["index"]] for one in found]).max() < TOLERANCE
+    inputs = [[QUERY, texts[0]], [texts[0]]]
+    predicted = (await client.post("/predict", {"inputs": inputs, "raw_scores": True})).json()
+    assert abs(predicted[0][0]["score"] - wanted[0]) < TOLERANCE
+
+
 async def test_a_control_token_in_a_text_ends_no_segment(replica_client: Callable[..., Any], tmp_path: Path) -> None:
     save_encoder(tmp_path / "bert", "bert", AutoModelForSequenceClassification, num_labels=1)
     client = await replica_client(model={"path": str(tmp_path / "bert"), "device": "cpu"}, **ENGINE)

@@ -13,9 +13,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from engine.model.compatibility import UnsupportedModel
+from engine.model.file_digests import TRANSFORMER_FILES
 from engine.model.heads.row_pooling import Pooling
 
 MODULES = "modules.json"
+WORDING = "config_sentence_transformers.json"
 MODES = {"cls": Pooling.CLS, "mean": Pooling.MEAN, "lasttoken": Pooling.LAST}  # by the names that the files use
 OLD_MODES = {  # of files before version 6, in which each mode has a switch
     "pooling_mode_cls_token": "cls",
@@ -83,19 +85,13 @@ def read_embedding(folder: Path, name: str, pooling: str = "auto") -> EmbeddingF
     own = _mode(paths[1], name)
     if pooling not in ("auto", own):
         raise UnsupportedModel(name, f"`model.pooling` must be auto or {own}, as its files say. Given: {pooling}")
-    writing = _object(paths[0] / "sentence_bert_config.json")
+    file, writing = _transformer_object(paths[0])
     if writing.get("do_lower_case"):
-        raise UnsupportedModel(name, "`do_lower_case` of its sentence_bert_config.json must be false. Given: true")
+        raise UnsupportedModel(name, f"`do_lower_case` of its {file} must be false. Given: true")
     longest = writing.get("max_seq_length")
     if longest is not None and (type(longest) is not int or longest < 1):
-        raise UnsupportedModel(
-            name, f"`max_seq_length` of its sentence_bert_config.json must be at least 1. Given: {longest!r}"
-        )
-    wording = _object(folder / "config_sentence_transformers.json")
-    prompts = {str(key): str(text) for key, text in (wording.get("prompts") or {}).items()}
-    default = wording.get("default_prompt_name")
-    if default is not None and default not in prompts:
-        raise UnsupportedModel(name, f"its default prompt must be one of {', '.join(prompts)}. Given: {default}")
+        raise UnsupportedModel(name, f"`max_seq_length` of its {file} must be at least 1. Given: {longest!r}")
+    prompts, default = _prompts(folder, name)
     return EmbeddingFiles(
         pooling=own,
         dense=tuple(path for path, kind in zip(paths, kinds, strict=True) if kind == "Dense"),
@@ -181,6 +177,31 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         if Path(path).is_absolute() or ".." in Path(path).parts:
             raise UnsupportedModel(str(folder.name), f"`path` in {MODULES} must be inside the folder. Given: {path!r}")
     return found
+
+
+def _prompts(folder: Path, name: str) -> tuple[dict[str, str], str | None]:
+    """Returns the texts of the prompts, and the name of the default one. A prompt that is null is none."""
+    wording = _object(folder / WORDING)
+    given, default = wording.get("prompts") or {}, wording.get("default_prompt_name")
+    if not isinstance(given, dict):
+        raise UnsupportedModel(name, f"`prompts` of its {WORDING} must be an object of texts. Given: {given!r}")
+    for key, text in given.items():
+        if not isinstance(text, str | None):
+            raise UnsupportedModel(name, f"`prompts.{key}` of its {WORDING} must be a text or null. Given: {text!r}")
+    if default is not None and (not isinstance(default, str) or default not in given):
+        raise UnsupportedModel(
+            name, f"`default_prompt_name` of its {WORDING} must be one of {', '.join(given)}. Given: {default}"
+        )
+    prompts = {key: text for key, text in given.items() if text is not None}
+    return prompts, default if default in prompts else None
+
+
+def _transformer_object(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the content of the file that describes the Transformer module."""
+    for name in TRANSFORMER_FILES:
+        if found := _object(folder / name):
+            return name, found
+    return TRANSFORMER_FILES[0], {}
 
 
 def _object(file: Path) -> dict[str, Any]:

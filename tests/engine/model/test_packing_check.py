@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from engine.attention.interface import NO_SOFTCAP, NO_WINDOW, AttentionCall, Att
 from engine.attention.torch_backend import TorchAttention
 from engine.batch.input_batch import InputBatch, ScheduledSequence, StepKind
 from engine.config import EngineConfig
-from engine.model.compatibility import UnsupportedModel
+from engine.model.checkpoint import read_config
+from engine.model.compatibility import UnsupportedModel, check_config
 from engine.model.hf_model import HFModel
+from tests.support.model_folders import write_json
 
 ENGINE = EngineConfig(kv_slots=64)
 SMALL = {
@@ -94,6 +97,72 @@ def test_what_packing_would_get_wrong_is_refused_by_name_and_reason(name: str) -
         HFModel(module, ENGINE, max_model_len=128)
     assert error.value.architecture == config.model_type
     assert f"`{config.model_type}` is not supported: " in str(error.value)
+
+
+OFFSET = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl")
+
+
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OFFSET)
+def test_a_decoder_whose_positions_do_not_begin_at_0_is_refused(
+    tiny_models: Any, name: str, dtype: torch.dtype
+) -> None:
+    config = T.CONFIG_MAPPING[name](**FEW, intermediate_size=96, max_position_embeddings=130, is_decoder=True)
+    with pytest.raises(UnsupportedModel, match=r"positions that begin at 0.* change its rows.*pad_token_id \+ 1"):
+        HFModel(tiny_models.of(config).to(dtype), ENGINE, max_model_len=64)
+
+
+MASKED: dict[str, tuple[Callable[..., Any], str]] = {  # the library's mask has the window; no attention call passes it
+    "phimoe": (lambda **more: T.PhimoeConfig(**SMALL, num_local_experts=4, **more), "None"),
+    "qwen2_moe": (
+        lambda **more: T.Qwen2MoeConfig(**SMALL, **MOE, use_sliding_window=True, max_window_layers=2, **more),
+        "sliding_attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_window_that_only_the_librarys_mask_knows_bounds_the_length(tiny_models: Any, name: str) -> None:
+    make, kind = MASKED[name]
+    for window in (8, 100):  # the packing check's sequences are longer than one, and shorter than the other
+        module = tiny_models.of(make(sliding_window=window))
+        reason = rf"`sliding_window`: {window}, `layer_types`: {kind}.*passes: none.*at most {window}. Given: 128"
+        with pytest.raises(UnsupportedModel, match=reason):
+            HFModel(module, ENGINE, max_model_len=128)
+        assert HFModel(module, ENGINE, max_model_len=window).max_model_len == window
+
+
+def test_a_sliding_layer_whose_call_has_no_window_is_refused(tiny_models: Any) -> None:
+    types = ["full_attention"] * 3 + ["sliding_attention"]
+    module = tiny_models.of(T.LlamaConfig(**SMALL, layer_types=types, sliding_window=100))
+    with pytest.raises(UnsupportedModel, match=r"layer 3 must pass.*100 \(.*It passes: none.*at most 100. Given: 128"):
+        HFModel(module, ENGINE, max_model_len=128)
+
+
+@pytest.mark.parametrize("window", [8, 100, 4096])
+def test_a_window_that_the_library_ignores_refuses_no_model(tiny_models: Any, window: int) -> None:
+    model = HFModel(tiny_models.of(T.LlamaConfig(**SMALL, sliding_window=window)), ENGINE, max_model_len=128)
+    assert {(call.window, call.mask_window) for call in model.probed.calls} == {(NO_WINDOW, NO_WINDOW)}
+
+
+@pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", ["su", "foo"])
+def test_an_unknown_rotary_embedding_is_refused_by_its_field(tmp_path: Path, field: str, kind: str) -> None:
+    config = T.LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"]).to_dict()
+    del config["rope_parameters"]
+    write_json(tmp_path, "config.json", config | {field: {"type": kind, "rope_theta": 1e4, "factor": 2.0}})
+    allowed = "`rope_parameters.rope_type` must be one of default, linear, llama3, longrope, proportional, yarn"
+    with pytest.raises(UnsupportedModel, match=rf"{allowed}. Given: {kind}\."):
+        read_config(tmp_path, None)
+
+
+def test_a_rotary_embedding_of_a_layer_type_is_refused_by_its_field() -> None:
+    ropes = {"full_attention": {"rope_type": "foo"}, "sliding_attention": {"rope_type": "default"}}
+    config = T.Gemma3TextConfig(**SMALL, head_dim=16)
+    config.rope_parameters = ropes
+    with pytest.raises(UnsupportedModel, match=r"`rope_parameters.full_attention.rope_type` must be.*Given: foo\."):
+        check_config(config)
 
 
 def test_longrope_within_its_original_length_is_served(tiny_models: Any) -> None:

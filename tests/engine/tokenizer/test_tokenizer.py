@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.tokenizer.detokenizer import MAX_HELD, IncrementalDecoder
 from engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -295,3 +296,30 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_info_names_the_end_of_text(builtin: Tokenizer) -> None:
     assert builtin.info().eos_token == "<eos>"
     assert ByteTokenizer().info().eos_token == "<eos>"
+
+
+@pytest.mark.parametrize(
+    ("pair", "inputs", "split"),
+    [
+        ("<s>:0 $A:0 </s>:0 $B:1 </s>:1", ["input_ids", "token_type_ids"], 1),  # BERT's
+        ("<s>:0 $A:0 </s>:0 </s>:1 $B:1 </s>:1", ["input_ids", "token_type_ids"], 1),
+        ("<s>:0 $A:0 </s>:0 </s>:0 $B:0 </s>:0", ["input_ids", "token_type_ids"], None),  # RoBERTa's
+        ("<s>:0 $A:0 </s>:0 $B:1 </s>:1", ["input_ids", "attention_mask"], None),
+    ],
+)
+def test_a_pair_has_the_segments_that_the_library_gives_the_model(
+    tmp_path: Path, pair: str, inputs: list[str], split: int | None
+) -> None:
+    backend = Backend(models.WordLevel({"<s>": 0, "</s>": 1, "<unk>": 2, "a": 3}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair=pair, special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs).save_pretrained(tmp_path)
+    frame = Tokenizer(tmp_path).pair_frame
+    assert frame is not None
+    assert (frame.before, set(frame.between), frame.after) == ([0], {1}, [1])
+    assert frame.first_of_between == split
+    given = AutoTokenizer.from_pretrained(tmp_path)("a", "a")
+    second = 1 in given.get("token_type_ids", [])
+    assert second is (split is not None)
