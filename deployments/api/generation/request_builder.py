@@ -252,9 +252,7 @@ def _or(value: N | None, default: N) -> N:
 
 def check_rows(handler: RequestHandler, count: int, params: SamplingParams) -> None:
     """Raises ApiError for too many rows: prompts times `n`."""
-    rows = count * params.n
-    if rows > handler.limits["max_rows"]:
-        raise too_large("prompts times `n`", rows, handler.limits["max_rows"], "rows", "n")
+    check_size(handler, "prompts times `n`", count * params.n, "rows", "max_rows", "n")
 
 
 def cells_each(body: GenerationRequest, params: SamplingParams) -> int:
@@ -274,23 +272,21 @@ def check_cost(
     rows = count * params.n
     new = prompt_options.new_tokens(params)
     total = prompt_tokens + rows * new
-    if total > handler.limits["max_request_tokens"]:
-        maximum = handler.limits["max_request_tokens"]
-        raise too_large("prompt tokens plus rows times `max_tokens`", total, maximum, "tokens", "max_tokens")
-    cells, maximum = rows * new * cells_each(body, params), handler.limits["max_answer_cells"]
-    if cells > maximum:
-        raise too_large("positions times log-probabilities", cells, maximum, "cells", "logprobs")
+    what = "prompt tokens plus rows times `max_tokens`"
+    check_size(handler, what, total, "tokens", "max_request_tokens", "max_tokens")
+    what, cells = "positions times log-probabilities", rows * new * cells_each(body, params)
+    check_size(handler, what, cells, "cells", "max_answer_cells", "logprobs")
     cells += prompt_tokens * params.n * prompt_options.cells_each(params, len(body.logprob_token_ids or ()))
-    if cells > maximum:
-        field = "echo" if prompt_options.logprobs is None else "prompt_logprobs"
-        raise too_large("positions times log-probabilities, prompts included,", cells, maximum, "cells", field)
+    field = "echo" if prompt_options.logprobs is None else "prompt_logprobs"
+    check_size(handler, f"{what}, prompts included,", cells, "cells", "max_answer_cells", field)
 
 
-def too_large(what: str, given: int, maximum: int, unit: str, field: str) -> ApiError:
-    """Returns the error for a request that is too large."""
-    return ApiError(
-        "request_too_large", f"The request's {what} must be at most {maximum} {unit}. Given: {given}.", field
-    )
+def check_size(handler: RequestHandler, what: str, given: int, unit: str, limit: str, field: str) -> None:
+    """Raises ApiError if a request has more than the limit of that name allows. `field`: the one to make smaller."""
+    maximum = handler.limits[limit]
+    if given > maximum:
+        message = f"The request's {what} must be at most {maximum} {unit} (`limits.{limit}`). Given: {given}."
+        raise ApiError("request_too_large", message, field)
 
 
 def cut_prompts(body: GenerationRequest, prompts: list[list[int]], room: int) -> EncodedPrompts:

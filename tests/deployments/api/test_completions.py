@@ -252,13 +252,16 @@ async def test_a_failure_of_the_engine_has_its_status(
 
 async def test_too_many_rows_tokens_or_cells_are_refused_from_lengths_alone(client: Any, backend: Any) -> None:
     backend.max_model_len = 10**7
-    for body, param in (
-        ({"prompt": [[1]] * 65, "n": 128}, "n"),
-        ({"max_tokens": 1_048_576}, "max_tokens"),
-        ({"max_tokens": 50_000, "logprobs": 20}, "logprobs"),
+    for body, param, limit in (
+        ({"prompt": [[1]] * 65, "n": 128}, "n", "max_rows"),
+        ({"max_tokens": 1_048_576}, "max_tokens", "max_request_tokens"),
+        ({"max_tokens": 50_000, "logprobs": 20}, "logprobs", "max_answer_cells"),
+        ({"prompt": [1] * 2000, "n": 128, "prompt_logprobs": 9}, "prompt_logprobs", "max_answer_cells"),
     ):
         found = await client.post("/v1/completions", {"prompt": "a", **body})
-        assert (found.status_code, found.json()["error"]["param"]) == (413, param)
+        error = found.json()["error"]
+        assert (found.status_code, error["param"]) == (413, param)
+        assert f"(`limits.{limit}`). Given: " in error["message"]
     assert not backend.tasks
 
 
