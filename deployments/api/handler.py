@@ -228,8 +228,7 @@ class RequestHandler:
             try:
                 pieces = await self.in_thread(lambda: encode(make(), maximum))
             except AnswerTooLarge:
-                message = f"The answer must be at most {maximum} bytes (`limits.max_answer_bytes`). Ask for less."
-                raise ApiError("request_too_large", message) from None
+                raise answer_too_large(maximum) from None
         return PieceResponse(pieces)
 
 
@@ -308,6 +307,12 @@ def model_not_found(served: str, *, in_path: bool = False) -> ApiError:
     if in_path:
         return ApiError("model_not_found", f"The model of this server is {served!r}. Given: another name.", "model")
     return ApiError("model_not_found", f"`model` must be {served!r} or absent. Given: another name.", "model")
+
+
+def answer_too_large(maximum: int) -> ApiError:
+    """Returns the error for an answer of more than `maximum` bytes."""
+    message = f"The answer must be at most {maximum} bytes (`limits.max_answer_bytes`). Ask for less."
+    return ApiError("request_too_large", message)
 
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int, *, text: bool = False) -> None:

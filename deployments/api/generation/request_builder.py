@@ -23,6 +23,7 @@ from gpu_sampler.sampling_params import SamplingLimits, SamplingParams
 from scoring.row_builder import cut_ids
 
 MASK = (1 << 64) - 1
+TOKEN_BYTES = 8  # of an answer for each token that it shows, as an id or as text, roughly
 N = TypeVar("N", int, float)
 
 
@@ -279,6 +280,14 @@ def check_cost(
     cells += prompt_tokens * params.n * prompt_options.cells_each(params, len(body.logprob_token_ids or ()))
     field = "echo" if prompt_options.logprobs is None else "prompt_logprobs"
     check_size(handler, f"{what}, prompts included,", cells, "cells", "max_answer_cells", field)
+    field, repeated = "echo" if prompt_options.echo else "return_token_ids", repeats(body, prompt_options)
+    what, size = f"answer, at {TOKEN_BYTES} bytes for each repeated prompt token,", prompt_tokens * params.n * repeated
+    check_size(handler, what, TOKEN_BYTES * size, "bytes", "max_answer_bytes", field)
+
+
+def repeats(body: GenerationRequest, prompt_options: PromptOptions) -> int:
+    """Returns how often each choice shows its prompt: as text, as ids, or as both."""
+    return prompt_options.echo + bool(body.return_token_ids)
 
 
 def check_size(handler: RequestHandler, what: str, given: int, unit: str, limit: str, field: str) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from starlette.responses import Response
 
 from deployments.api.generation.choices import ChoiceState, Delta
-from deployments.api.generation.request_builder import GenerationPlan
-from deployments.api.handler import RequestHandler
+from deployments.api.generation.request_builder import TOKEN_BYTES, GenerationPlan, repeats
+from deployments.api.handler import RequestHandler, answer_too_large
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generation import GenerationRequest
 from deployments.api.sse import DONE, EventStream, Write, event, json_bytes
@@ -178,17 +178,16 @@ class GenerationRun:
         """Returns the rough size of the answer in bytes."""
         params = self.plan.call[0].params
         cells = 1 if params.logprobs is None else 8 + params.logprobs + len(params.logprob_token_ids or ())
-        return 8 * len(self.choices) * params.max_tokens * cells + self.prompt_size()
+        cells += bool(self.plan.body.return_token_ids)
+        return TOKEN_BYTES * len(self.choices) * params.max_tokens * cells + self.prompt_size()
 
     def prompt_size(self) -> int:
         """Returns the rough size of the answer's part about the prompts, in bytes."""
-        top = self.plan.call[0].prompt_logprobs
-        cells = (
-            self.plan.prompt_options.echo
-            if top is None
-            else 8 + top + len(self.plan.call[0].params.logprob_token_ids or ())
-        )
-        return 8 * sum(map(len, self.plan.prompts)) * self.plan.call[0].params.n * cells
+        params, top = self.plan.call[0].params, self.plan.call[0].prompt_logprobs
+        cells = repeats(self.plan.body, self.plan.prompt_options)
+        if top is not None:
+            cells += 8 + top + len(params.logprob_token_ids or ())
+        return TOKEN_BYTES * sum(map(len, self.plan.prompts)) * params.n * cells
 
     def usage(self) -> dict[str, Any]:
         """Returns the usage block as of now."""
@@ -296,16 +295,16 @@ def _whole(run: GenerationRun, merged: list[list[Delta]]) -> dict[str, Any]:
 async def _stream(run: GenerationRun, usage: bool, continuous: bool, write: Write) -> None:
     """Writes the events of each reply as one piece, then the usage if requested, then `[DONE]`."""
     handler, context = run.handler, run.context
-    echo = run.plan.prompt_options.echo
+    repeated = repeats(run.plan.body, run.plan.prompt_options)
     with handler.deadline(context, handler.settings.deadlines.generation_s):
         async with _replies(run) as replies:
             async for reply in replies:
                 run.record_arrival(reply.chunks)
-                if echo and not all(choice.started for choice in run.choices):
+                if repeated and not all(choice.started for choice in run.choices):
                     size = run.prompt_size()
-                    data = await handler.off_loop(size, _events, run, reply.chunks, usage, continuous)
+                    data = await handler.off_loop(size, _opening, run, reply.chunks, usage, continuous)
                 else:
-                    data = _events(run, reply.chunks, usage, continuous)
+                    data = b"".join(_events(run, reply.chunks, usage, continuous))
                 if data:
                     write(data)
                 if run.finished:
@@ -318,16 +317,32 @@ async def _stream(run: GenerationRun, usage: bool, continuous: bool, write: Writ
     write(DONE)
 
 
-def _events(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, continuous: bool) -> bytes:
-    """Returns the events of the chunks of one reply."""
+def _opening(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, continuous: bool) -> bytes:
+    """Returns the events of one reply, which may repeat prompts.
+
+    Raises:
+        ApiError: They have more than `limits.max_answer_bytes`.
+    """
+    events: list[bytes] = []
+    maximum = left = run.handler.limits["max_answer_bytes"]
+    for one in _events(run, chunks, usage, continuous):
+        left -= len(one)
+        if left < 0:
+            raise answer_too_large(maximum)
+        events.append(one)
+    return b"".join(events)
+
+
+def _events(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, continuous: bool) -> Iterator[bytes]:
+    """Makes the events of the chunks of one reply."""
     if len(chunks) == 1 and not continuous and (added := run.push_text(chunks[0])) is not None:
         choice, text = added
-        return run.text_event(choice, text, {"usage": None} if usage else None) if text else b""
+        if text:
+            yield run.text_event(choice, text, {"usage": None} if usage else None)
+        return
     found = [pair for item in chunks for pair in run.push(item)]
-    events = []
     for choice, delta in found:
         first, choice.started = not choice.started, True
         for part in run.format.parts(run.plan, choice, delta, first):
             counts = run.usage() if continuous else None
-            events.append(run.event(part, {"usage": counts} if usage or continuous else None))
-    return b"".join(events)
+            yield run.event(part, {"usage": counts} if usage or continuous else None)
