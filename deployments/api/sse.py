@@ -180,12 +180,13 @@ class _Writer:
             self._task = None  # in the turn that found no more data: what is put in the next one has no other writer
 
     def _tick(self) -> None:
-        """Sends the status line, or a comment, if nothing was written for long."""
-        due = self._wrote + self._settings.keep_alive_s
-        if self._task is None and (not self.started or self._loop.time() >= due):
-            self.put(KEEP_ALIVE)  # the first one too: some proxies hold the headers back until a body begins
-            due = self._loop.time() + self._settings.keep_alive_s
-        self._timer = self._loop.call_at(max(due, self._loop.time()), self._tick)
+        """Sends the status line, or a comment, if nothing was written for long. A full connection needs neither."""
+        now, due = self._loop.time(), self._wrote + self._settings.keep_alive_s
+        if not self.started or now >= due:
+            if self._task is None:
+                self.put(KEEP_ALIVE)  # the first one too: some proxies hold the headers back until a body begins
+            due = now + self._settings.keep_alive_s
+        self._timer = self._loop.call_at(due, self._tick)
 
 
 def _begun(work: Awaitable[None]) -> _Rest | None:
