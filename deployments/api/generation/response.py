@@ -341,8 +341,8 @@ def _events(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, co
             yield run.text_event(choice, text, {"usage": None} if usage else None)
         return
     found = [pair for item in chunks for pair in run.push(item)]
+    more = {"usage": run.usage() if continuous else None} if usage or continuous else None
     for choice, delta in found:
         first, choice.started = not choice.started, True
         for part in run.format.parts(run.plan, choice, delta, first):
-            counts = run.usage() if continuous else None
-            yield run.event(part, {"usage": counts} if usage or continuous else None)
+            yield run.event(part, more)
