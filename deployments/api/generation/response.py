@@ -19,7 +19,9 @@ from deployments.errors import from_failure
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import Failure, GenerateReply, PromptChunk, PromptScores
 from engine.requests import GenerateChunk
+from engine.tokenizer.tokenizer import Tokenizer
 
+CHOICE_COST = 64  # making a choice, or decoding a token that it resumes, costs about what parsing this many bytes does
 MARK = "\0"  # stands for the text of an event while its other bytes are written
 
 
@@ -88,10 +90,16 @@ class ChoiceFormat(Protocol):
 
 
 class GenerationRun:
-    """Holds a running generation: its choices, and what the usage block counts."""
+    """Holds a running generation: its choices, and what the usage block counts. `begin` makes it."""
 
     def __init__(
-        self, handler: RequestHandler, plan: GenerationPlan, format: ChoiceFormat, model: str, context: RequestContext
+        self,
+        handler: RequestHandler,
+        plan: GenerationPlan,
+        format: ChoiceFormat,
+        model: str,
+        context: RequestContext,
+        choices: list[ChoiceState],
     ) -> None:
         self.handler = handler
         self.plan = plan
@@ -99,9 +107,7 @@ class GenerationRun:
         self.context = context
         self.created = int(time.time())
         self.model = model
-        self.choices = [
-            format.choice(plan, i, handler.tokenizer) for i in range(len(plan.prompts) * plan.call[0].params.n)
-        ]
+        self.choices = choices
         self._branches = plan.call[0].params.n
         self._open = len(self.choices)
         self._cached = [0] * len(plan.prompts)
@@ -227,6 +233,30 @@ class GenerationRun:
     def head(self, kind: str) -> dict[str, Any]:
         """Returns the fields that begin an answer or an event. `kind`: its `object`."""
         return {"id": self.plan.id, "object": kind, "created": self.created, "model": self.model}
+
+
+async def begin(
+    handler: RequestHandler, plan: GenerationPlan, format: ChoiceFormat, model: str, context: RequestContext
+) -> GenerationRun:
+    """Returns the run of a plan, whose choices are made off the event loop if they are many or resume many tokens.
+
+    Raises:
+        ApiError: The tokens that a choice resumes complete a stop string.
+    """
+    count = len(plan.prompts) * plan.call[0].params.n + len(plan.body.resume_token_ids or ())
+    choices = await handler.off_loop(CHOICE_COST * count, _choices, plan, format.choice, handler.tokenizer)
+    return GenerationRun(handler, plan, format, model, context, choices)
+
+
+def _choices(plan: GenerationPlan, kind: type[ChoiceState], tokenizer: Tokenizer) -> list[ChoiceState]:
+    """Makes the choices of each prompt, behind which a decoder is put once."""
+    found: list[ChoiceState] = []
+    for prompt in plan.prompts:
+        decoder = tokenizer.decoder(skip_special_tokens=plan.body.skip_special_tokens is not False)
+        decoder.follow(prompt)
+        for _ in range(plan.call[0].params.n):
+            found.append(kind(plan, len(found), tokenizer, decoder.copy()))
+    return found
 
 
 async def answer(run: GenerationRun, body: GenerationRequest) -> Response:

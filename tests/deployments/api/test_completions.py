@@ -1,14 +1,17 @@
 """POST /v1/completions, plain: the contract's details over a scripted backend."""
 
 import json
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+from deployments.api.generation.choices import ChoiceState
 from deployments.api.schemas.generation import CompletionResponse
 from deployments.protocol import Failure
 from engine.requests import ErrorCode
+from engine.tokenizer.detokenizer import IncrementalDecoder
 from tests.support.toy_model import ByteTokenizer
 
 
@@ -207,6 +210,40 @@ async def test_a_resumed_completion_returns_only_what_is_new(client: Any, backen
         body = {"prompt": "a", "seed": 3, "resume_token_ids": [1, 2, 3]} | wrong
         refused = await client.post("/v1/completions", body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (422, "resume_token_ids")
+
+
+@pytest.mark.parametrize(
+    ("body", "follows"),
+    [
+        ({"prompt": [[40, 41]] * 64, "n": 8}, 64),
+        ({"prompt": [40, 41], "seed": 1, "resume_token_ids": [97] * 300, "max_tokens": 301, "stop": "zz"}, 1),
+    ],
+)
+async def test_many_choices_and_long_resumed_answers_are_begun_off_the_loop(
+    client: Any, backend: Any, body: dict[str, Any], follows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder follows each prompt once, however many choices it has."""
+    backend.script = b"a" * 301
+    threads: list[int] = []
+    made: list[int] = []
+    follow, init = IncrementalDecoder.follow, ChoiceState.__init__
+
+    def followed(decoder: IncrementalDecoder, ids: Any) -> None:
+        threads.append(threading.get_ident())
+        follow(decoder, ids)
+
+    def begun(choice: ChoiceState, *args: Any) -> None:
+        made.append(threading.get_ident())
+        init(choice, *args)
+
+    monkeypatch.setattr(IncrementalDecoder, "follow", followed)
+    monkeypatch.setattr(ChoiceState, "__init__", begun)
+    await client.complete(**body)
+    assert len(threads) == follows
+    assert threading.get_ident() not in {*threads, *made}
+    threads.clear()
+    await client.complete()
+    assert threads == [threading.get_ident()], "a small request costs no turn of a thread"
 
 
 @pytest.mark.parametrize(
