@@ -13,10 +13,9 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.api.middleware import internal_error
 from deployments.api.request_context import ClientGone, ClientWatch, RequestContext
 from deployments.config.sections import StreamArgs
-from deployments.errors import ApiError
+from deployments.errors import ApiError, internal_error
 from deployments.observability.ingress_metrics import IngressMetrics, Phase
 
 log = logging.getLogger("assay.http")
@@ -131,6 +130,15 @@ class _Writer:
             await asyncio.wait((self._task,))
         await self._wait(self._send({"type": "http.response.body", "body": last, "more_body": False}))
 
+    async def refuse(self, answer: Awaitable[None]) -> None:
+        """Waits for an answer that is written in place of the stream, which must not begin meanwhile.
+
+        Raises:
+            ClientGone: the client takes nothing.
+        """
+        self.close()
+        await self._wait(answer)
+
     def close(self) -> None:
         """Stops writing."""
         self._timer.cancel()
@@ -234,8 +242,7 @@ class EventStream(Response):
                     elif writer.started:
                         await writer.finish(event(error.event(self._exchange.request_id)))
                     else:
-                        writer.close()  # it must not begin an answer of its own while this one is written
-                        await error.response(self._exchange.request_id)(scope, receive, send)
+                        await writer.refuse(error.response(self._exchange.request_id)(scope, receive, send))
                 finally:
                     writer.close()
         except ClientGone:
