@@ -75,7 +75,7 @@ class PromptOptions:
         if body.prompt_logprobs is not None and not 0 <= body.prompt_logprobs <= limits.max_logprobs:
             raise invalid("prompt_logprobs", f"in [0, {limits.max_logprobs}]", str(body.prompt_logprobs))
         if only and body.min_tokens:
-            raise invalid("min_tokens", "0 with `max_tokens` 0", str(body.min_tokens))
+            raise invalid("min_tokens", f"0 with `{body.length_field}` 0", str(body.min_tokens))
         behind = only and (not echo or body.logprob_token_ids is not None)
         return cls(echo=echo, logprobs=body.prompt_logprobs, only=only, next_top=logprobs if behind else None)
 
@@ -150,7 +150,7 @@ async def plan_completion(
     check_rows(handler, len(body.prompt), params)
     new = options.new_tokens(params)
     prompts = cut_prompts(body, await _encode(handler, body, context), card.max_model_len - new)
-    check_context(card, prompts.ids, new, "prompt")
+    check_context(card, body, prompts.ids, new, "prompt")
     return await plan_prompts(handler, body, card, context, prompts, params, new_id("cmpl-"), options)
 
 
@@ -273,8 +273,8 @@ def check_cost(
     rows = count * params.n
     new = prompt_options.new_tokens(params)
     total = prompt_tokens + rows * new
-    what = "prompt tokens plus rows times `max_tokens`"
-    check_size(handler, what, total, "tokens", "max_request_tokens", "max_tokens")
+    what = f"prompt tokens plus rows times `{body.length_field}`"
+    check_size(handler, what, total, "tokens", "max_request_tokens", body.length_field)
     what, cells = "positions times log-probabilities", rows * new * cells_each(body, params)
     check_size(handler, what, cells, "cells", "max_answer_cells", "logprobs")
     cells += prompt_tokens * params.n * prompt_options.cells_each(params, len(body.logprob_token_ids or ()))
@@ -307,13 +307,15 @@ def cut_prompts(body: GenerationRequest, prompts: list[list[int]], room: int) ->
     return EncodedPrompts(kept, sum(map(len, prompts)) - sum(map(len, kept)))
 
 
-def check_context(card: ModelCard, prompts: list[list[int]], max_tokens: int, field: str) -> None:
-    """Raises ApiError if a prompt plus `max_tokens` is longer than the model's context."""
+def check_context(
+    card: ModelCard, body: GenerationRequest, prompts: list[list[int]], max_tokens: int, field: str
+) -> None:
+    """Raises ApiError if a prompt plus `max_tokens` is longer than the model's context. `field`: of the prompts."""
     longest = max(map(len, prompts))
     if longest > card.max_model_len - max_tokens:
         raise ApiError(
             "context_length_exceeded",
-            f"`{field}` plus `max_tokens` must be at most {card.max_model_len} tokens. "
+            f"`{field}` plus `{body.length_field}` must be at most {card.max_model_len} tokens. "
             f"Given: {longest} + {max_tokens}. Shorten one of them or set `truncate_prompt_tokens`.",
             field,
         )
@@ -348,7 +350,8 @@ def _resumed(body: GenerationRequest, count: int, params: SamplingParams, prompt
     if prompt_options.top(params) is not None or prompt_options.echo:
         raise invalid("resume_token_ids", "absent with `echo` or `prompt_logprobs`", f"{len(ids)} entries")
     if len(ids) >= params.max_tokens:
-        raise invalid("resume_token_ids", f"fewer than `max_tokens` ({params.max_tokens})", f"{len(ids)} entries")
+        rule = f"fewer than `{body.length_field}` ({params.max_tokens})"
+        raise invalid("resume_token_ids", rule, f"{len(ids)} entries")
     return ids
 
 
