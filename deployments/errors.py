@@ -208,6 +208,11 @@ def unsupported(field: str, why: str = "is not supported by this server") -> Api
     return ApiError("unsupported_parameter", f"`{field}` {why}. Leave it out.", field)
 
 
+def internal_error() -> ApiError:
+    """Returns the error for an unhandled exception."""
+    return ApiError("internal_error", "The server failed to handle this request. Its log names the request id.")
+
+
 def too_many_tokens(count: int, maximum: int, limit: str, field: str | None = None) -> ApiError:
     """Returns the error for text of more tokens than a limit of the configuration allows."""
     message = f"The request's text must be at most {maximum} tokens (`limits.{limit}`). Given: {count}."

@@ -604,7 +604,7 @@ CHAT_VARIANTS: tuple[Body, ...] = (
     {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True},
     {"logprobs": False},
     {"max_tokens": None, "max_completion_tokens": 5},
-    {"max_tokens": 3, "max_completion_tokens": 5},
+    {"max_tokens": 5, "max_completion_tokens": 5},
     {"max_tokens": None, "temperature": 0},
     {"add_generation_prompt": False},
     {

@@ -63,7 +63,8 @@ LIMITS: dict[str, str] = {
     "max_stop": "Entries of `stop`.",
     "max_stop_chars": "Characters of an entry of `stop`.",
     "max_answer_cells": "Log-probabilities that an answer may contain.",
-    "max_answer_bytes": "Bytes of an answer that is not streamed.",
+    "max_answer_bytes": "Bytes of an answer that is not streamed, and of the prompts that a streamed one repeats. A "
+    "prompt token that each choice repeats, by `echo` or `return_token_ids`, counts eight.",
     "max_tokenize_bytes": "Bytes of a body of `/tokenize` and `/detokenize`.",
     "max_tokenize_tokens": "Tokens in an answer of `/tokenize`, or in a request to `/detokenize`.",
     "max_string_chars": "Characters of a text.",

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.api.json_answer import AnswerTooLarge, PieceResponse, encode
 from deployments.api.json_body import read_object
 from deployments.api.json_pieces import JsonLimits
-from deployments.api.middleware import Answer, internal_error
+from deployments.api.middleware import Answer
 from deployments.api.prompt_formats import chat_source, compile_chat, decision_prompts, option_limits
 from deployments.api.request_context import ClientGone, ClientWatch, RequestContext, context_of, deadline_exceeded
 from deployments.api.rerank_prompt import choose_rerank_prompt
@@ -25,7 +25,7 @@ from deployments.api.schemas.fields import Body
 from deployments.api.schemas.known_fields import HARMLESS, REFUSED, Neutral, is_neutral
 from deployments.auth.authenticator import Authenticator
 from deployments.config.settings import ApiSettings
-from deployments.errors import ApiError, as_api_error, from_validation, unsupported
+from deployments.errors import ApiError, as_api_error, from_validation, internal_error, unsupported
 from deployments.malloc import TrimAfterLarge
 from deployments.observability.ingress_metrics import IngressMetrics, Stage, StageTimer
 from deployments.protocol import Backend, ModelCard
@@ -228,8 +228,7 @@ class RequestHandler:
             try:
                 pieces = await self.in_thread(lambda: encode(make(), maximum))
             except AnswerTooLarge:
-                message = f"The answer must be at most {maximum} bytes (`limits.max_answer_bytes`). Ask for less."
-                raise ApiError("request_too_large", message) from None
+                raise answer_too_large(maximum) from None
         return PieceResponse(pieces)
 
 
@@ -308,6 +307,12 @@ def model_not_found(served: str, *, in_path: bool = False) -> ApiError:
     if in_path:
         return ApiError("model_not_found", f"The model of this server is {served!r}. Given: another name.", "model")
     return ApiError("model_not_found", f"`model` must be {served!r} or absent. Given: another name.", "model")
+
+
+def answer_too_large(maximum: int) -> ApiError:
+    """Returns the error for an answer of more than `maximum` bytes."""
+    message = f"The answer must be at most {maximum} bytes (`limits.max_answer_bytes`). Ask for less."
+    return ApiError("request_too_large", message)
 
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int, *, text: bool = False) -> None:

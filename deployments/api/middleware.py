@@ -23,9 +23,10 @@ from deployments.api.request_context import (
     new_id,
     parse_timeout,
 )
+from deployments.api.sse import EventStream
 from deployments.auth.authenticator import AccessDenied, Authenticator
 from deployments.config.settings import ApiSettings
-from deployments.errors import OPENAI_STATUSES, ApiError, Code
+from deployments.errors import OPENAI_STATUSES, ApiError, Code, internal_error
 from deployments.malloc import LARGE_BYTES, TrimAfterLarge
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.proxy_middleware import BEGUN, SCOPE_ID, SCOPE_TELL, FairTurns
@@ -114,7 +115,13 @@ class RequestMiddleware:
             return
         context = RequestContext(request_id=scope.get(SCOPE_ID) or new_id("req-"))
         scope[SCOPE_KEY] = context
-        sent = _HeaderSender(send, context, head=scope["method"] == "HEAD", statuses=self._statuses)
+        sent = _HeaderSender(
+            send,
+            context,
+            head=scope["method"] == "HEAD",
+            statuses=self._statuses,
+            read_timeout_s=self._settings.stream.read_timeout_s,
+        )
         self._observer.request_started()
         status = 499
         try:
@@ -131,20 +138,28 @@ class RequestMiddleware:
 
     async def _handle(self, scope: Scope, receive: Receive, send: "_HeaderSender", context: RequestContext) -> None:
         try:
-            await self._admit(scope, receive, send, context)
-        except ApiError as error:
-            if isinstance(error, AccessDenied):
-                self._observer.auth_failed(error.reason)
-            await context.fail(error).response(context.request_id)(scope, receive, send)
+            await self._admit_or_refuse(scope, receive, send, context)
         except ClientGone:
             self._note_gone(context, send)
         except asyncio.CancelledError:  # Serve cancels too if the client leaves, sometimes before the message arrives
             self._note_gone(context, send)
             raise
+
+    async def _admit_or_refuse(
+        self, scope: Scope, receive: Receive, send: "_HeaderSender", context: RequestContext
+    ) -> None:
+        try:
+            await self._admit(scope, receive, send, context)
+        except ApiError as error:
+            if isinstance(error, AccessDenied):
+                self._observer.auth_failed(error.reason)
+            await context.fail(error).response(context.request_id)(scope, receive, send.bounded)
+        except ClientGone:
+            raise
         except Exception:
             log.exception("Unhandled in %s, request %s", context.route, context.request_id)
             if not send.status:
-                await context.fail(internal_error()).response(context.request_id)(scope, receive, send)
+                await context.fail(internal_error()).response(context.request_id)(scope, receive, send.bounded)
 
     def _note_gone(self, context: RequestContext, send: "_HeaderSender") -> None:
         """Notes that the client left, unless that is known."""
@@ -152,7 +167,7 @@ class RequestMiddleware:
             context.gone = True
             self._observer.disconnected("last" if send.status else "queued")
 
-    async def _admit(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
+    async def _admit(self, scope: Scope, receive: Receive, send: "_HeaderSender", context: RequestContext) -> None:
         headers: Headers = scope["headers"]
         length = self._check_headers(headers, context)
         scope = _plain(scope)
@@ -161,7 +176,7 @@ class RequestMiddleware:
         context.tenant = context.key.name
         if isinstance(route, ApiError):
             if scope["method"] == "OPTIONS" and route.code == "method_not_allowed":
-                await Response(status_code=204, headers=route.headers())(scope, receive, send)
+                await Response(status_code=204, headers=route.headers())(scope, receive, send.bounded)
                 return
             raise route
         context.route = route
@@ -176,7 +191,7 @@ class RequestMiddleware:
             await self._with_body(scope, receive, send, context, length)
 
     async def _with_body(
-        self, scope: Scope, receive: Receive, send: Send, context: RequestContext, length: int | None
+        self, scope: Scope, receive: Receive, send: "_HeaderSender", context: RequestContext, length: int | None
     ) -> None:
         maximum, limit = self._max_body(context)
         self._check_room(length, maximum, limit)
@@ -202,16 +217,16 @@ class RequestMiddleware:
             limits.append((wire.max_tokenize_bytes, "limits.max_tokenize_bytes"))
         return min(limits)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
-        """Answers a request that passed every check."""
+    async def _answer(self, scope: Scope, receive: Receive, send: "_HeaderSender", context: RequestContext) -> None:
+        """Answers a request that passed every check. A stream bounds its writes itself, in tasks of its own."""
         answer = self._answers.get((scope["method"], context.route))
         if answer is None:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, send.bounded)
         else:
             response = await answer(context, receive)
             if self._turns.shared:  # a step of the engine ends hundreds of requests of one key together
                 await self._answer_turns.take(context.tenant)
-            await response(scope, receive, send)
+            await response(scope, receive, send if isinstance(response, EventStream) else send.bounded)
 
     def _check_headers(self, headers: Headers, context: RequestContext) -> int | None:
         """Returns the declared body length, None for a chunked body. Raises ApiError for invalid headers."""
@@ -338,11 +353,6 @@ def _overloaded() -> ApiError:
     return ApiError("overloaded", "Too many requests are in flight. Try again later.", retry_after_s=1)
 
 
-def internal_error() -> ApiError:
-    """Returns the error for an unhandled exception."""
-    return ApiError("internal_error", "The server failed to handle this request. Its log names the request id.")
-
-
 def _plain(scope: Scope) -> Scope:
     """Returns the scope as the router takes it: HEAD is GET, and a path has no slash at its end."""
     path = scope["path"]
@@ -358,13 +368,27 @@ class _HeaderSender:
     `statuses` maps statuses to others that are sent in their place.
     """
 
-    def __init__(self, send: Send, context: RequestContext, *, head: bool, statuses: Mapping[int, int]) -> None:
+    def __init__(
+        self, send: Send, context: RequestContext, *, head: bool, statuses: Mapping[int, int], read_timeout_s: float
+    ) -> None:
         self._send = send
+        self._read_timeout_s = read_timeout_s
         self._exchange = context
         self._head = head
         self._statuses = statuses
         self.status = 0
         self.largest = 0
+
+    async def bounded(self, message: Message) -> None:
+        """Sends a message. Raises ClientGone if the client takes nothing for `stream.read_timeout_s`.
+
+        The server closes a connection whose answer has no end.
+        """
+        try:
+            with TimeLimit(self._read_timeout_s):
+                await self(message)
+        except TimeoutError:
+            raise ClientGone from None
 
     def __call__(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":

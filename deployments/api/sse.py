@@ -13,10 +13,9 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.api.middleware import internal_error
 from deployments.api.request_context import ClientGone, ClientWatch, RequestContext
 from deployments.config.sections import StreamArgs
-from deployments.errors import ApiError
+from deployments.errors import ApiError, internal_error
 from deployments.observability.ingress_metrics import IngressMetrics, Phase
 
 log = logging.getLogger("assay.http")
@@ -131,6 +130,15 @@ class _Writer:
             await asyncio.wait((self._task,))
         await self._wait(self._send({"type": "http.response.body", "body": last, "more_body": False}))
 
+    async def refuse(self, answer: Awaitable[None]) -> None:
+        """Waits for an answer that is written in place of the stream, which must not begin meanwhile.
+
+        Raises:
+            ClientGone: the client takes nothing.
+        """
+        self.close()
+        await self._wait(answer)
+
     def close(self) -> None:
         """Stops writing."""
         self._timer.cancel()
@@ -180,12 +188,13 @@ class _Writer:
             self._task = None  # in the turn that found no more data: what is put in the next one has no other writer
 
     def _tick(self) -> None:
-        """Sends the status line, or a comment, if nothing was written for long."""
-        due = self._wrote + self._settings.keep_alive_s
-        if self._task is None and (not self.started or self._loop.time() >= due):
-            self.put(KEEP_ALIVE)  # the first one too: some proxies hold the headers back until a body begins
-            due = self._loop.time() + self._settings.keep_alive_s
-        self._timer = self._loop.call_at(max(due, self._loop.time()), self._tick)
+        """Sends the status line, or a comment, if nothing was written for long. A full connection needs neither."""
+        now, due = self._loop.time(), self._wrote + self._settings.keep_alive_s
+        if not self.started or now >= due:
+            if self._task is None:
+                self.put(KEEP_ALIVE)  # the first one too: some proxies hold the headers back until a body begins
+            due = now + self._settings.keep_alive_s
+        self._timer = self._loop.call_at(due, self._tick)
 
 
 def _begun(work: Awaitable[None]) -> _Rest | None:
@@ -233,8 +242,7 @@ class EventStream(Response):
                     elif writer.started:
                         await writer.finish(event(error.event(self._exchange.request_id)))
                     else:
-                        writer.close()  # it must not begin an answer of its own while this one is written
-                        await error.response(self._exchange.request_id)(scope, receive, send)
+                        await writer.refuse(error.response(self._exchange.request_id)(scope, receive, send))
                 finally:
                     writer.close()
         except ClientGone:

@@ -193,7 +193,7 @@ class StreamArgs(Section):
     max_buffer_bytes: int = Field(default=1_048_576, ge=1024, le=1 << 30)
     """Bytes that are written and not yet read by the client; beyond this the client is disconnected."""
     read_timeout_s: Seconds = 60.0
-    """A client that has read nothing of what was written for this long is disconnected."""
+    """A client that has read nothing of what was written for this long is disconnected, whether it streams or not."""
 
 
 class TruncationArgs(Section):

@@ -50,6 +50,12 @@ class IncrementalDecoder:
                 self._window, self._known, self._known_text = visible[-size:], size, text
                 return
 
+    def copy(self) -> "IncrementalDecoder":
+        """Returns another decoder behind the same ids. Neither changes the other."""
+        made = IncrementalDecoder(self._decode, self._skip, self._fixed_texts)
+        made._window, made._known, made._known_text = [*self._window], self._known, self._known_text
+        return made
+
     def push(self, ids: Sequence[int]) -> str:
         """Takes the next ids and returns the text that is complete with them."""
         if len(ids) == 1:

@@ -124,6 +124,10 @@ CASES = [
     ]),
     *cases("max_answer_bytes", 2000, TOO_LARGE, [
         ("/detokenize", None, lambda k: {"tokens": [97] * (k - len('{"prompt":""}'))}),
+        # A prompt token that the answer repeats counts eight bytes.
+        (COMPLETIONS, "return_token_ids", lambda k: COMPLETION | {"prompt": ids(-(-k // 8)), "return_token_ids": True}),
+        (COMPLETIONS, "echo", lambda k: COMPLETION | {"prompt": ids(-(-k // 8)), "echo": True, "stream": True}),
+        (CHATS, "return_token_ids", lambda k: CHAT | messages("a" * -(-k // 8)) | {"return_token_ids": True}),
     ]),
     *cases("max_json_depth", 4, (400, "invalid_json"), [
         (COMPLETIONS, None, lambda k: COMPLETION | {"user": nested(k - 1)}),

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from deployments.api.generation.chat_request_builder import plan_chat
 from deployments.api.generation.choices import ChatChoiceState, ChoiceState, Delta, merged_choice
 from deployments.api.generation.request_builder import GenerationPlan
-from deployments.api.generation.response import GenerationRun, answer
+from deployments.api.generation.response import answer, begin
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.chat import ChatRequest
@@ -21,7 +21,7 @@ async def chat_completions(handler: RequestHandler, context: RequestContext) -> 
     body = await handler.parse(context, ChatRequest)
     card = await handler.language_model(body.model, context.route)
     plan = await plan_chat(handler, body, card, context)
-    return await answer(GenerationRun(handler, plan, ChatFormat(), card.name, context), body)
+    return await answer(await begin(handler, plan, ChatFormat(), card.name, context), body)
 
 
 class ChatFormat:

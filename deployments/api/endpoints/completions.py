@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from deployments.api.generation.choices import ChoiceState, Delta, merged_choice
 from deployments.api.generation.request_builder import GenerationPlan, plan_completion
-from deployments.api.generation.response import GenerationRun, answer
+from deployments.api.generation.response import answer, begin
 from deployments.api.handler import RequestHandler
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generation import CompletionRequest
@@ -20,7 +20,7 @@ async def completions(handler: RequestHandler, context: RequestContext) -> Respo
     body = await handler.parse(context, CompletionRequest)
     card = await handler.language_model(body.model, context.route)
     plan = await plan_completion(handler, body, card, context)
-    return await answer(GenerationRun(handler, plan, CompletionFormat(), card.name, context), body)
+    return await answer(await begin(handler, plan, CompletionFormat(), card.name, context), body)
 
 
 class CompletionFormat:

@@ -40,7 +40,7 @@ async def plan_chat(
         ScoringError: The chat template refuses the messages.
     """
     check_fields(body)
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    max_tokens = _max_tokens(body)
     logprobs = _logprobs(handler, body)
     limit = card.max_model_len if max_tokens is None else max_tokens
     options = PromptOptions.of(body, handler.settings.limits.sampling, logprobs, only=max_tokens == 0)
@@ -52,7 +52,7 @@ async def plan_chat(
     prompts = cut_prompts(body, [prompt], card.max_model_len - new)
     if max_tokens is None:
         params = replace(params, max_tokens=_rest(handler, body, card, prompts, params, options))
-    check_context(card, prompts.ids, options.new_tokens(params), "messages")
+    check_context(card, body, prompts.ids, options.new_tokens(params), "messages")
     return await plan_prompts(handler, body, card, context, prompts, params, new_id("chatcmpl-"), options)
 
 
@@ -152,6 +152,14 @@ def _check_values(handler: RequestHandler, template: ChatTemplate, values: Mappi
             f"made of names among {', '.join(sorted(known))}" if known else "empty: the chat template reads no others"
         )
         raise invalid("chat_template_kwargs", rule, "another name")
+
+
+def _max_tokens(body: ChatRequest) -> int | None:
+    """Returns how many tokens the answer may have, which the request says by either name, or by both alike."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise invalid("max_tokens", f"absent, or equal to `max_completion_tokens` ({new})", str(old))
+    return old if new is None else new
 
 
 def _logprobs(handler: RequestHandler, body: ChatRequest) -> int | None:

@@ -12,9 +12,11 @@ from deployments.api.generation.request_builder import GenerationPlan
 from deployments.errors import invalid
 from deployments.protocol import PromptScores
 from engine.requests import FinishReason, GenerateChunk
-from engine.tokenizer.detokenizer import BranchText
+from engine.tokenizer.detokenizer import BranchText, IncrementalDecoder
 from engine.tokenizer.tokenizer import Tokenizer
 from scoring.normalize import MIN_LOGPROB
+
+RUN = 1024  # resumed tokens that are decoded together: other threads run between two runs
 
 
 class Delta(NamedTuple):
@@ -41,7 +43,12 @@ class ChoiceState:
 
     offsets: ClassVar[bool] = True  # whether log-probabilities name the character that each token begins at
 
-    def __init__(self, plan: GenerationPlan, index: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, plan: GenerationPlan, index: int, tokenizer: Tokenizer, decoder: IncrementalDecoder) -> None:
+        """Begins the choice behind the tokens that it resumes. `decoder`: follows its prompt, and is its own.
+
+        Raises:
+            ApiError: Those tokens complete a stop string.
+        """
         self._plan = plan
         self._tokenizer = tokenizer
         self.index = index
@@ -57,8 +64,7 @@ class ChoiceState:
         self.only_text = not (
             plan.wants_logprobs or plan.body.stop or plan.body.return_token_ids or options.only or options.echo
         )  # its chunks add nothing but text, except the last
-        self._decoder = tokenizer.decoder(skip_special_tokens=plan.body.skip_special_tokens is not False)
-        self._decoder.follow(plan.prompts[self.prompt])
+        self._decoder = decoder
         self._text = BranchText(
             self._decoder,
             plan.body.stop or (),
@@ -67,8 +73,10 @@ class ChoiceState:
             offsets=plan.wants_logprobs and self.offsets,
             start=len(plan.echoed[self.prompt].text) if plan.prompt_options.echo else 0,
         )
-        if plan.body.resume_token_ids and self._text.push(plan.body.resume_token_ids).stop is not None:
-            raise invalid("resume_token_ids", "tokens before a stop string", "tokens that complete one")
+        resumed = plan.body.resume_token_ids or []
+        for start in range(0, len(resumed), RUN):
+            if self._text.push(resumed[start : start + RUN]).stop is not None:
+                raise invalid("resume_token_ids", "tokens before a stop string", "tokens that complete one")
 
     def push(self, chunk: GenerateChunk) -> Delta:
         """Returns what a chunk adds. The branch has ended if it completes a stop string."""

@@ -23,6 +23,7 @@ from gpu_sampler.sampling_params import SamplingLimits, SamplingParams
 from scoring.row_builder import cut_ids
 
 MASK = (1 << 64) - 1
+TOKEN_BYTES = 8  # of an answer for each token that it shows, as an id or as text, roughly
 N = TypeVar("N", int, float)
 
 
@@ -74,7 +75,7 @@ class PromptOptions:
         if body.prompt_logprobs is not None and not 0 <= body.prompt_logprobs <= limits.max_logprobs:
             raise invalid("prompt_logprobs", f"in [0, {limits.max_logprobs}]", str(body.prompt_logprobs))
         if only and body.min_tokens:
-            raise invalid("min_tokens", "0 with `max_tokens` 0", str(body.min_tokens))
+            raise invalid("min_tokens", f"0 with `{body.length_field}` 0", str(body.min_tokens))
         behind = only and (not echo or body.logprob_token_ids is not None)
         return cls(echo=echo, logprobs=body.prompt_logprobs, only=only, next_top=logprobs if behind else None)
 
@@ -149,7 +150,7 @@ async def plan_completion(
     check_rows(handler, len(body.prompt), params)
     new = options.new_tokens(params)
     prompts = cut_prompts(body, await _encode(handler, body, context), card.max_model_len - new)
-    check_context(card, prompts.ids, new, "prompt")
+    check_context(card, body, prompts.ids, new, "prompt")
     return await plan_prompts(handler, body, card, context, prompts, params, new_id("cmpl-"), options)
 
 
@@ -252,9 +253,7 @@ def _or(value: N | None, default: N) -> N:
 
 def check_rows(handler: RequestHandler, count: int, params: SamplingParams) -> None:
     """Raises ApiError for too many rows: prompts times `n`."""
-    rows = count * params.n
-    if rows > handler.limits["max_rows"]:
-        raise too_large("prompts times `n`", rows, handler.limits["max_rows"], "rows", "n")
+    check_size(handler, "prompts times `n`", count * params.n, "rows", "max_rows", "n")
 
 
 def cells_each(body: GenerationRequest, params: SamplingParams) -> int:
@@ -274,23 +273,29 @@ def check_cost(
     rows = count * params.n
     new = prompt_options.new_tokens(params)
     total = prompt_tokens + rows * new
-    if total > handler.limits["max_request_tokens"]:
-        maximum = handler.limits["max_request_tokens"]
-        raise too_large("prompt tokens plus rows times `max_tokens`", total, maximum, "tokens", "max_tokens")
-    cells, maximum = rows * new * cells_each(body, params), handler.limits["max_answer_cells"]
-    if cells > maximum:
-        raise too_large("positions times log-probabilities", cells, maximum, "cells", "logprobs")
+    what = f"prompt tokens plus rows times `{body.length_field}`"
+    check_size(handler, what, total, "tokens", "max_request_tokens", body.length_field)
+    what, cells = "positions times log-probabilities", rows * new * cells_each(body, params)
+    check_size(handler, what, cells, "cells", "max_answer_cells", "logprobs")
     cells += prompt_tokens * params.n * prompt_options.cells_each(params, len(body.logprob_token_ids or ()))
-    if cells > maximum:
-        field = "echo" if prompt_options.logprobs is None else "prompt_logprobs"
-        raise too_large("positions times log-probabilities, prompts included,", cells, maximum, "cells", field)
+    field = "echo" if prompt_options.logprobs is None else "prompt_logprobs"
+    check_size(handler, f"{what}, prompts included,", cells, "cells", "max_answer_cells", field)
+    field, repeated = "echo" if prompt_options.echo else "return_token_ids", repeats(body, prompt_options)
+    what, size = f"answer, at {TOKEN_BYTES} bytes for each repeated prompt token,", prompt_tokens * params.n * repeated
+    check_size(handler, what, TOKEN_BYTES * size, "bytes", "max_answer_bytes", field)
 
 
-def too_large(what: str, given: int, maximum: int, unit: str, field: str) -> ApiError:
-    """Returns the error for a request that is too large."""
-    return ApiError(
-        "request_too_large", f"The request's {what} must be at most {maximum} {unit}. Given: {given}.", field
-    )
+def repeats(body: GenerationRequest, prompt_options: PromptOptions) -> int:
+    """Returns how often each choice shows its prompt: as text, as ids, or as both."""
+    return prompt_options.echo + bool(body.return_token_ids)
+
+
+def check_size(handler: RequestHandler, what: str, given: int, unit: str, limit: str, field: str) -> None:
+    """Raises ApiError if a request has more than the limit of that name allows. `field`: the one to make smaller."""
+    maximum = handler.limits[limit]
+    if given > maximum:
+        message = f"The request's {what} must be at most {maximum} {unit} (`limits.{limit}`). Given: {given}."
+        raise ApiError("request_too_large", message, field)
 
 
 def cut_prompts(body: GenerationRequest, prompts: list[list[int]], room: int) -> EncodedPrompts:
@@ -302,13 +307,15 @@ def cut_prompts(body: GenerationRequest, prompts: list[list[int]], room: int) ->
     return EncodedPrompts(kept, sum(map(len, prompts)) - sum(map(len, kept)))
 
 
-def check_context(card: ModelCard, prompts: list[list[int]], max_tokens: int, field: str) -> None:
-    """Raises ApiError if a prompt plus `max_tokens` is longer than the model's context."""
+def check_context(
+    card: ModelCard, body: GenerationRequest, prompts: list[list[int]], max_tokens: int, field: str
+) -> None:
+    """Raises ApiError if a prompt plus `max_tokens` is longer than the model's context. `field`: of the prompts."""
     longest = max(map(len, prompts))
     if longest > card.max_model_len - max_tokens:
         raise ApiError(
             "context_length_exceeded",
-            f"`{field}` plus `max_tokens` must be at most {card.max_model_len} tokens. "
+            f"`{field}` plus `{body.length_field}` must be at most {card.max_model_len} tokens. "
             f"Given: {longest} + {max_tokens}. Shorten one of them or set `truncate_prompt_tokens`.",
             field,
         )
@@ -343,7 +350,8 @@ def _resumed(body: GenerationRequest, count: int, params: SamplingParams, prompt
     if prompt_options.top(params) is not None or prompt_options.echo:
         raise invalid("resume_token_ids", "absent with `echo` or `prompt_logprobs`", f"{len(ids)} entries")
     if len(ids) >= params.max_tokens:
-        raise invalid("resume_token_ids", f"fewer than `max_tokens` ({params.max_tokens})", f"{len(ids)} entries")
+        rule = f"fewer than `{body.length_field}` ({params.max_tokens})"
+        raise invalid("resume_token_ids", rule, f"{len(ids)} entries")
     return ids
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from starlette.responses import Response
 
 from deployments.api.generation.choices import ChoiceState, Delta
-from deployments.api.generation.request_builder import GenerationPlan
-from deployments.api.handler import RequestHandler
+from deployments.api.generation.request_builder import TOKEN_BYTES, GenerationPlan, repeats
+from deployments.api.handler import RequestHandler, answer_too_large
 from deployments.api.request_context import RequestContext
 from deployments.api.schemas.generation import GenerationRequest
 from deployments.api.sse import DONE, EventStream, Write, event, json_bytes
@@ -19,7 +19,9 @@ from deployments.errors import from_failure
 from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import Failure, GenerateReply, PromptChunk, PromptScores
 from engine.requests import GenerateChunk
+from engine.tokenizer.tokenizer import Tokenizer
 
+CHOICE_COST = 64  # making a choice, or decoding a token that it resumes, costs about what parsing this many bytes does
 MARK = "\0"  # stands for the text of an event while its other bytes are written
 
 
@@ -88,10 +90,16 @@ class ChoiceFormat(Protocol):
 
 
 class GenerationRun:
-    """Holds a running generation: its choices, and what the usage block counts."""
+    """Holds a running generation: its choices, and what the usage block counts. `begin` makes it."""
 
     def __init__(
-        self, handler: RequestHandler, plan: GenerationPlan, format: ChoiceFormat, model: str, context: RequestContext
+        self,
+        handler: RequestHandler,
+        plan: GenerationPlan,
+        format: ChoiceFormat,
+        model: str,
+        context: RequestContext,
+        choices: list[ChoiceState],
     ) -> None:
         self.handler = handler
         self.plan = plan
@@ -99,9 +107,7 @@ class GenerationRun:
         self.context = context
         self.created = int(time.time())
         self.model = model
-        self.choices = [
-            format.choice(plan, i, handler.tokenizer) for i in range(len(plan.prompts) * plan.call[0].params.n)
-        ]
+        self.choices = choices
         self._branches = plan.call[0].params.n
         self._open = len(self.choices)
         self._cached = [0] * len(plan.prompts)
@@ -178,17 +184,16 @@ class GenerationRun:
         """Returns the rough size of the answer in bytes."""
         params = self.plan.call[0].params
         cells = 1 if params.logprobs is None else 8 + params.logprobs + len(params.logprob_token_ids or ())
-        return 8 * len(self.choices) * params.max_tokens * cells + self.prompt_size()
+        cells += bool(self.plan.body.return_token_ids)
+        return TOKEN_BYTES * len(self.choices) * params.max_tokens * cells + self.prompt_size()
 
     def prompt_size(self) -> int:
         """Returns the rough size of the answer's part about the prompts, in bytes."""
-        top = self.plan.call[0].prompt_logprobs
-        cells = (
-            self.plan.prompt_options.echo
-            if top is None
-            else 8 + top + len(self.plan.call[0].params.logprob_token_ids or ())
-        )
-        return 8 * sum(map(len, self.plan.prompts)) * self.plan.call[0].params.n * cells
+        params, top = self.plan.call[0].params, self.plan.call[0].prompt_logprobs
+        cells = repeats(self.plan.body, self.plan.prompt_options)
+        if top is not None:
+            cells += 8 + top + len(params.logprob_token_ids or ())
+        return TOKEN_BYTES * sum(map(len, self.plan.prompts)) * params.n * cells
 
     def usage(self) -> dict[str, Any]:
         """Returns the usage block as of now."""
@@ -228,6 +233,30 @@ class GenerationRun:
     def head(self, kind: str) -> dict[str, Any]:
         """Returns the fields that begin an answer or an event. `kind`: its `object`."""
         return {"id": self.plan.id, "object": kind, "created": self.created, "model": self.model}
+
+
+async def begin(
+    handler: RequestHandler, plan: GenerationPlan, format: ChoiceFormat, model: str, context: RequestContext
+) -> GenerationRun:
+    """Returns the run of a plan, whose choices are made off the event loop if they are many or resume many tokens.
+
+    Raises:
+        ApiError: The tokens that a choice resumes complete a stop string.
+    """
+    count = len(plan.prompts) * plan.call[0].params.n + len(plan.body.resume_token_ids or ())
+    choices = await handler.off_loop(CHOICE_COST * count, _choices, plan, format.choice, handler.tokenizer)
+    return GenerationRun(handler, plan, format, model, context, choices)
+
+
+def _choices(plan: GenerationPlan, kind: type[ChoiceState], tokenizer: Tokenizer) -> list[ChoiceState]:
+    """Makes the choices of each prompt, behind which a decoder is put once."""
+    found: list[ChoiceState] = []
+    for prompt in plan.prompts:
+        decoder = tokenizer.decoder(skip_special_tokens=plan.body.skip_special_tokens is not False)
+        decoder.follow(prompt)
+        for _ in range(plan.call[0].params.n):
+            found.append(kind(plan, len(found), tokenizer, decoder.copy()))
+    return found
 
 
 async def answer(run: GenerationRun, body: GenerationRequest) -> Response:
@@ -296,16 +325,16 @@ def _whole(run: GenerationRun, merged: list[list[Delta]]) -> dict[str, Any]:
 async def _stream(run: GenerationRun, usage: bool, continuous: bool, write: Write) -> None:
     """Writes the events of each reply as one piece, then the usage if requested, then `[DONE]`."""
     handler, context = run.handler, run.context
-    echo = run.plan.prompt_options.echo
+    repeated = repeats(run.plan.body, run.plan.prompt_options)
     with handler.deadline(context, handler.settings.deadlines.generation_s):
         async with _replies(run) as replies:
             async for reply in replies:
                 run.record_arrival(reply.chunks)
-                if echo and not all(choice.started for choice in run.choices):
+                if repeated and not all(choice.started for choice in run.choices):
                     size = run.prompt_size()
-                    data = await handler.off_loop(size, _events, run, reply.chunks, usage, continuous)
+                    data = await handler.off_loop(size, _opening, run, reply.chunks, usage, continuous)
                 else:
-                    data = _events(run, reply.chunks, usage, continuous)
+                    data = b"".join(_events(run, reply.chunks, usage, continuous))
                 if data:
                     write(data)
                 if run.finished:
@@ -318,16 +347,32 @@ async def _stream(run: GenerationRun, usage: bool, continuous: bool, write: Writ
     write(DONE)
 
 
-def _events(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, continuous: bool) -> bytes:
-    """Returns the events of the chunks of one reply."""
+def _opening(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, continuous: bool) -> bytes:
+    """Returns the events of one reply, which may repeat prompts.
+
+    Raises:
+        ApiError: They have more than `limits.max_answer_bytes`.
+    """
+    events: list[bytes] = []
+    maximum = left = run.handler.limits["max_answer_bytes"]
+    for one in _events(run, chunks, usage, continuous):
+        left -= len(one)
+        if left < 0:
+            raise answer_too_large(maximum)
+        events.append(one)
+    return b"".join(events)
+
+
+def _events(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, continuous: bool) -> Iterator[bytes]:
+    """Makes the events of the chunks of one reply."""
     if len(chunks) == 1 and not continuous and (added := run.push_text(chunks[0])) is not None:
         choice, text = added
-        return run.text_event(choice, text, {"usage": None} if usage else None) if text else b""
+        if text:
+            yield run.text_event(choice, text, {"usage": None} if usage else None)
+        return
     found = [pair for item in chunks for pair in run.push(item)]
-    events = []
+    more = {"usage": run.usage() if continuous else None} if usage or continuous else None
     for choice, delta in found:
         first, choice.started = not choice.started, True
         for part in run.format.parts(run.plan, choice, delta, first):
-            counts = run.usage() if continuous else None
-            events.append(run.event(part, {"usage": counts} if usage or continuous else None))
-    return b"".join(events)
+            yield run.event(part, more)

@@ -139,6 +139,11 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateValues = None
 
+    @property
+    def length_field(self) -> str:
+        """The name of the field that says how long the answer may be."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
 
 class Alternative(BaseModel):
     token: str

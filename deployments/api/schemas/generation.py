@@ -63,6 +63,11 @@ class GenerationRequest(Body):
     best_of: Int | None = None
     do_sample: bool | None = None
 
+    @property
+    def length_field(self) -> str:
+        """The name of the field that says how long the answer may be."""
+        return "max_tokens"
+
 
 class PromptLogprob(BaseModel):
     """Scores one token at one place of the prompt: the token there, or one of the most probable."""

@@ -1,6 +1,7 @@
 """S1: a small body cannot cost much. One that would is refused from lengths alone, before anything is made of it."""
 
 import json
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -8,7 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from deployments.api.generation.response import GenerationRun
 from deployments.config.settings import ApiSettings
+from deployments.limits import Limits, WireLimits
 from tests.deployments.clients import settings_of_every_route
 
 PREDICATE = {"type": "predicate", "instructions": "b"}
@@ -120,3 +123,47 @@ async def test_work_before_the_count_would_be_seen(client: Any, monkeypatch: pyt
     [case] = [case for case in CASES if case.what == "prompts x n"]
     with pytest.raises(AssertionError, match="KiB for a body"):
         await cost(client, case)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("field", ["echo", "return_token_ids"])
+async def test_a_prompt_that_each_choice_repeats_is_counted(
+    client_of: Any, backend: Any, field: str, stream: bool
+) -> None:
+    """At eight bytes a token and choice, before the prompt is decoded or a replica hears of it."""
+    limits = Limits(wire=WireLimits(max_answer_bytes=80_000))
+    client = client_of(ApiSettings(limits=limits))
+    body = {"prompt": [40] * 1000, "max_tokens": 1, field: True, "stream": stream}
+    assert (await client.post("/v1/completions", body | {"n": 10})).status_code == 200
+    found = await client.post("/v1/completions", body | {"n": 11})
+    error = found.json()["error"]
+    assert (found.status_code, error["code"], error["param"]) == (413, "request_too_large", field)
+    assert "at most 80000 bytes (`limits.max_answer_bytes`). Given: 88000." in error["message"]
+    assert len(backend.tasks) == 1
+
+
+async def test_a_streamed_prompt_longer_than_counted_is_refused_before_it_is_sent(client_of: Any) -> None:
+    """Its tokens count eight bytes each, and what is around them in an event has more."""
+    client = client_of(ApiSettings(limits=Limits(wire=WireLimits(max_answer_bytes=2_000))))
+    body = {"prompt": [0] * 240, "max_tokens": 1, "echo": True, "stream": True}
+    assert (await client.post("/v1/completions", body)).status_code == 200
+    found = await client.post("/v1/completions", body | {"prompt": [0] * 24, "n": 10})
+    assert (found.status_code, found.json()["error"]["code"]) == (413, "request_too_large")
+    assert "`limits.max_answer_bytes`" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_ids_that_each_choice_repeats_are_written_off_the_loop(
+    client: Any, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[int] = set()
+    push = GenerationRun.push
+
+    def noted(run: GenerationRun, item: Any) -> Any:
+        threads.add(threading.get_ident())
+        return push(run, item)
+
+    monkeypatch.setattr(GenerationRun, "push", noted)
+    body = {"prompt": [40] * 1000, "n": 8, "max_tokens": 1, "return_token_ids": True, "stream": stream}
+    assert (await client.post("/v1/completions", body)).status_code == 200
+    assert threads and threading.get_ident() not in threads

@@ -132,7 +132,7 @@ async def test_max_tokens_is_the_rest_of_the_context_unless_given(client: Any, b
         ({}, 4096 - len(PROMPT)),
         ({"max_tokens": 5}, 5),
         ({"max_completion_tokens": 7}, 7),
-        ({"max_tokens": 5, "max_completion_tokens": 7}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 7}, 7),
         ({"truncate_prompt_tokens": 3}, 4093),
         ({"truncate_prompt_tokens": -1, "max_tokens": 4090}, 4090),
     ):
@@ -149,6 +149,35 @@ async def test_max_tokens_is_the_rest_of_the_context_unless_given(client: Any, b
     assert await refused(tight, {"max_tokens": 2}) == (400, "context_length_exceeded", "messages")
     longer = [{"role": "user", "content": "hello!"}]
     assert await refused(tight, {"messages": longer}) == (400, "context_length_exceeded", "messages")
+
+
+@pytest.mark.parametrize(
+    ("length", "more", "param", "words"),
+    [
+        (1_900_000, {}, None, "times `{}`"),
+        (5_000_000, {}, "messages", "plus `{}` must"),
+        (0, {"min_tokens": 1}, "min_tokens", "with `{}` 0"),
+        (3, {"seed": 1, "resume_token_ids": [1] * 3}, "resume_token_ids", "fewer than `{}` (3)"),
+    ],
+)
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+async def test_errors_about_the_length_name_the_field_that_gave_it(
+    client: Any, backend: Any, field: str, length: int, more: dict[str, Any], param: str | None, words: str
+) -> None:
+    backend.max_model_len = 4_000_000
+    found = await client.post(PATH, {"messages": HELLO, field: length} | more)
+    error = found.json()["error"]
+    assert error["param"] == (param or field) and words.format(field) in error["message"]
+    assert not backend.tasks
+
+
+async def test_two_lengths_that_differ_are_refused(client: Any, backend: Any) -> None:
+    body = {"messages": HELLO, "max_tokens": 9, "max_completion_tokens": 3}
+    found = await client.post(PATH, body)
+    error = found.json()["error"]
+    assert (found.status_code, error["code"], error["param"]) == (422, "invalid_value", "max_tokens")
+    assert error["message"] == "`max_tokens` must be absent, or equal to `max_completion_tokens` (3). Given: 9."
+    assert not backend.tasks
 
 
 async def test_the_default_length_stays_within_what_a_request_may_cost(client: Any, backend: Any) -> None:

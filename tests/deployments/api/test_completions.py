@@ -1,14 +1,17 @@
 """POST /v1/completions, plain: the contract's details over a scripted backend."""
 
 import json
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+from deployments.api.generation.choices import ChoiceState
 from deployments.api.schemas.generation import CompletionResponse
 from deployments.protocol import Failure
 from engine.requests import ErrorCode
+from engine.tokenizer.detokenizer import IncrementalDecoder
 from tests.support.toy_model import ByteTokenizer
 
 
@@ -210,6 +213,40 @@ async def test_a_resumed_completion_returns_only_what_is_new(client: Any, backen
 
 
 @pytest.mark.parametrize(
+    ("body", "follows"),
+    [
+        ({"prompt": [[40, 41]] * 64, "n": 8}, 64),
+        ({"prompt": [40, 41], "seed": 1, "resume_token_ids": [97] * 300, "max_tokens": 301, "stop": "zz"}, 1),
+    ],
+)
+async def test_many_choices_and_long_resumed_answers_are_begun_off_the_loop(
+    client: Any, backend: Any, body: dict[str, Any], follows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder follows each prompt once, however many choices it has."""
+    backend.script = b"a" * 301
+    threads: list[int] = []
+    made: list[int] = []
+    follow, init = IncrementalDecoder.follow, ChoiceState.__init__
+
+    def followed(decoder: IncrementalDecoder, ids: Any) -> None:
+        threads.append(threading.get_ident())
+        follow(decoder, ids)
+
+    def begun(choice: ChoiceState, *args: Any) -> None:
+        made.append(threading.get_ident())
+        init(choice, *args)
+
+    monkeypatch.setattr(IncrementalDecoder, "follow", followed)
+    monkeypatch.setattr(ChoiceState, "__init__", begun)
+    await client.complete(**body)
+    assert len(threads) == follows
+    assert threading.get_ident() not in {*threads, *made}
+    threads.clear()
+    await client.complete()
+    assert threads == [threading.get_ident()], "a small request costs no turn of a thread"
+
+
+@pytest.mark.parametrize(
     "field",
     [
         {"best_of": 2}, {"suffix": "x"}, {"use_beam_search": True},
@@ -252,13 +289,16 @@ async def test_a_failure_of_the_engine_has_its_status(
 
 async def test_too_many_rows_tokens_or_cells_are_refused_from_lengths_alone(client: Any, backend: Any) -> None:
     backend.max_model_len = 10**7
-    for body, param in (
-        ({"prompt": [[1]] * 65, "n": 128}, "n"),
-        ({"max_tokens": 1_048_576}, "max_tokens"),
-        ({"max_tokens": 50_000, "logprobs": 20}, "logprobs"),
+    for body, param, limit in (
+        ({"prompt": [[1]] * 65, "n": 128}, "n", "max_rows"),
+        ({"max_tokens": 1_048_576}, "max_tokens", "max_request_tokens"),
+        ({"max_tokens": 50_000, "logprobs": 20}, "logprobs", "max_answer_cells"),
+        ({"prompt": [1] * 2000, "n": 128, "prompt_logprobs": 9}, "prompt_logprobs", "max_answer_cells"),
     ):
         found = await client.post("/v1/completions", {"prompt": "a", **body})
-        assert (found.status_code, found.json()["error"]["param"]) == (413, param)
+        error = found.json()["error"]
+        assert (found.status_code, error["param"]) == (413, param)
+        assert f"(`limits.{limit}`). Given: " in error["message"]
     assert not backend.tasks
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from deployments.api.app import build_api
+from deployments.config.sections import StreamArgs
 from deployments.config.settings import ApiSettings
+from deployments.errors import ApiError
 from deployments.limits import Limits, WireLimits
 from deployments.observability.ingress_metrics import IngressMetrics, Phase
 from deployments.proxy_middleware import BEGUN, SCOPE_TELL
@@ -254,6 +256,52 @@ async def test_room_is_taken_by_bodies_that_are_still_on_their_way(
     await slower.task
     both = [wire_to(app, "/v1/completions", padded(700)) for _ in range(2)]
     assert [(await answer(one))[0] for one in both] == [200, 200]
+
+
+@pytest.mark.risk("R14")
+@pytest.mark.parametrize(
+    ("path", "method", "body"),
+    [
+        ("/v1/completions", "POST", {"prompt": "a"}),
+        ("/v1/completions", "POST", {"prompt": "a", "max_tokens": 500, "logprobs": 5}),
+        ("/v1/completions", "POST", {"prompt": "a", "top_p": 2}),
+        ("/v1/completions", "POST", {"prompt": "fails", "stream": True}),
+        ("/v1/completions", "OPTIONS", {}),
+        ("/nowhere", "POST", {}),
+        ("/v1/models/toy", "GET", {}),
+    ],
+)
+async def test_a_client_that_does_not_read_its_answer_is_given_up(
+    backend: Any, wire_to: Any, path: str, method: str, body: dict[str, Any]
+) -> None:
+    """It would hold its place among the requests in flight."""
+    phases: list[Phase] = []
+
+    class Recorder(IngressMetrics):
+        def disconnected(self, phase: Phase) -> None:
+            phases.append(phase)
+
+    backend.script = b"x" * 500
+    backend.fail = ApiError("overloaded", "Planted.") if body.get("prompt") == "fails" else None
+    app = build_api(backend, ByteTokenizer(), ApiSettings(stream=StreamArgs(read_timeout_s=0.02)), Recorder())
+    request = wire_to(app, path, body, method=method)
+    request.reading.clear()
+    await asyncio.wait_for(request.task, 10)
+    assert request.blocked.is_set() and not request.sent
+    assert len(phases) == 1 and app.requests._requests == 0
+
+
+@pytest.mark.risk("R14", planted=True)
+async def test_without_that_limit_it_would_hold_its_place(backend: Any, wire_to: Any) -> None:
+    app = build_api(backend, ByteTokenizer(), ApiSettings(stream=StreamArgs(read_timeout_s=3600.0)))
+    request = wire_to(app, "/v1/completions", {"prompt": "a"})
+    request.reading.clear()
+    await request.blocked.wait()
+    done, _ = await asyncio.wait({request.task}, timeout=0.1)
+    assert not done and app.requests._requests == 1
+    request.reading.set()
+    await asyncio.wait_for(request.task, 10)
+    assert json.loads(request.body)["object"] == "text_completion" and app.requests._requests == 0
 
 
 @pytest.mark.risk("S9")

@@ -112,6 +112,22 @@ async def test_continuous_usage_counts_what_was_sent(client: Any) -> None:
     assert [event["usage"]["completion_tokens"] for event in events[:-1]] == [1, 2, 3, 4, 5, 6]
 
 
+async def test_continuous_usage_is_counted_once_a_reply(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many choices the reply brings a token for."""
+    counted: list[int] = []
+    usage = GenerationRun.usage
+
+    def noted(run: GenerationRun) -> dict[str, Any]:
+        found = usage(run)
+        counted.append(found["completion_tokens"])
+        return found
+
+    monkeypatch.setattr(GenerationRun, "usage", noted)
+    events = await client.events(prompt=["a", "b"], n=4, stream_options={"continuous_usage_stats": True})
+    assert counted == [8 * step for step in range(1, 7)]
+    assert [event["usage"]["completion_tokens"] for event in events[:-1]] == [8 * (at // 8 + 1) for at in range(48)]
+
+
 async def test_a_failure_before_the_first_token_has_its_status(client: Any, backend: Any) -> None:
     backend.fail = ApiError("overloaded", "Busy.", retry_after_s=7.2)
     found = await client.post("/v1/completions", {"prompt": "a", "stream": True})

@@ -150,8 +150,9 @@ def test_an_answer_goes_on_where_its_prompt_ends(builtin: Tokenizer, pieces: Tok
             [whole] = tokenizer.encode_batch([text + " the cat"], add_special_tokens=False)
             decoder = tokenizer.decoder(skip_special_tokens=skip)
             decoder.follow(prompt)
-            answer = "".join(decoder.push([token]) for token in whole[len(prompt) :]) + decoder.finish()
-            assert text + answer == tokenizer.decode(whole, skip_special_tokens=skip)
+            for one in (decoder.copy(), decoder.copy(), decoder):
+                answer = "".join(one.push([token]) for token in whole[len(prompt) :]) + one.finish()
+                assert text + answer == tokenizer.decode(whole, skip_special_tokens=skip)
 
 
 def test_an_answer_behind_control_tokens_alone_begins_a_text(pieces: Tokenizer) -> None:
