@@ -10,6 +10,7 @@ Serve's proxy imports this module, so it imports little else of ours.
 """
 
 import asyncio
+import json
 import math
 import os
 import re
@@ -55,6 +56,7 @@ SHARED_AHEAD = 16  # the same, while several keys have requests
 SHARED_S = 1.0  # for so long several keys have requests after one came that was not of the key of the one before
 TOLD = 4  # of so many requests that begin one after another, the last one says for all that an ingress has begun it
 MAX_AHEAD_S = 1.0  # after which one holds back no others: an ingress may be frozen, and other applications tell nothing
+MAX_WHOLE_BYTES = 4 << 20  # of a stream that a client of HTTP/1.0 gets in one piece: 16,000 tokens and more
 LONG_S = 0.01  # after which the next one begins with the next round, however few there were: the loop has much to do
 
 Headers = list[tuple[bytes, bytes]]
@@ -210,11 +212,12 @@ class _HeaderMiddleware:
         headers, client_id = readable(scope["headers"])
         if scope["type"] == "http":
             send = OneWrite(send)
+        request_id = new_id("req-")
         if scope.get("http_version") == "1.0":
-            send = WholeAnswer(send)
+            send = WholeAnswer(send, request_id)
         if client_id is not None:
             send = _with_header(send, CLIENT_ID, client_id)
-        await self._pass_on({**scope, "headers": headers, SCOPE_ID: new_id("req-")}, receive, send)
+        await self._pass_on({**scope, "headers": headers, SCOPE_ID: request_id}, receive, send)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise NotImplementedError
@@ -373,13 +376,17 @@ def _declared_bytes(headers: Headers) -> int:
 class WholeAnswer:
     """Sends an answer without a declared length in one piece with its length.
 
-    Uvicorn sends such an answer, a stream of events, in chunks, which HTTP/1.0 does not have.
+    Uvicorn sends such an answer, a stream of events, in chunks, which HTTP/1.0 does not have. One of more than
+    `MAX_WHOLE_BYTES` becomes an error. With an answer complete, the server says to the application that its client has
+    left, so that its work ends too.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, request_id: str = "") -> None:
         self._send = send
+        self._id = request_id
         self._start: Message | None = None  # held back until the length is known
         self._parts: list[bytes] = []
+        self._size = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -389,10 +396,26 @@ class WholeAnswer:
                 self._start = message
         elif self._start is None or message["type"] != "http.response.body":
             await self._send(message)
-        else:
+        elif self._size <= MAX_WHOLE_BYTES:  # else it has been answered
             self._parts.append(message.get("body", b""))
-            if not message.get("more_body", False):
+            self._size += len(self._parts[-1])
+            if self._size > MAX_WHOLE_BYTES:
+                self._parts.clear()
+                await self._refuse(self._start)
+            elif not message.get("more_body", False):
                 await self._send_whole(self._start, b"".join(self._parts))
+
+    async def _refuse(self, start: Message) -> None:
+        words = (
+            f"A stream for a client of HTTP/1.0 must be at most {MAX_WHOLE_BYTES} bytes, as it is sent in one piece."
+        )
+        words += " Ask for less, or use HTTP/1.1."
+        error: dict[str, object] = {"message": words, "type": "invalid_request_error", "param": None}
+        error |= {"code": "request_too_large", "details": [{"param": None, "message": words}]}
+        body = json.dumps({"error": error, "request_id": self._id}).encode("ascii")
+        ids = [(name, value) for name, value in start.get("headers", ()) if name.lower().endswith(b"request-id")]
+        headers = [*ids, (b"content-type", b"application/json")]
+        await self._send_whole({**start, "status": 413, "headers": headers}, body)
 
     async def _send_whole(self, start: Message, body: bytes) -> None:
         length = (b"content-length", str(len(body)).encode("ascii"))
