@@ -23,6 +23,7 @@ from deployments.api.request_context import (
     new_id,
     parse_timeout,
 )
+from deployments.api.tenant_threads import TENANT
 from deployments.auth.authenticator import AccessDenied, Authenticator
 from deployments.config.settings import ApiSettings
 from deployments.errors import OPENAI_STATUSES, ApiError, Code
@@ -159,6 +160,7 @@ class RequestMiddleware:
         route = self._match(scope)
         context.key = self._access.identify(headers, route if isinstance(route, str) else None)
         context.tenant = context.key.name
+        TENANT.set(context.tenant)
         if isinstance(route, ApiError):
             if scope["method"] == "OPTIONS" and route.code == "method_not_allowed":
                 await Response(status_code=204, headers=route.headers())(scope, receive, send)
