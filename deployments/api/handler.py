@@ -173,6 +173,8 @@ class RequestHandler:
         with self.stage("parse"):
             data, context.body = context.body, b""  # not kept for the rest of the request
             body = await self._within(context, limit_s, context.body_bytes, self._parse, data, model)
+            if context.body_read is not None:
+                context.body_read(context)
             unknown = [_ascii(name) for name in undeclared_fields(body, REFUSED)]
             if unknown and context.strict:
                 raise ApiError(

@@ -23,6 +23,7 @@ from deployments.api.request_context import (
     new_id,
     parse_timeout,
 )
+from deployments.api.shared_room import SharedRoom
 from deployments.api.tenant_threads import TENANT
 from deployments.auth.authenticator import AccessDenied, Authenticator
 from deployments.config.settings import ApiSettings
@@ -100,8 +101,8 @@ class RequestMiddleware:
         self._access = access
         self._check_open = check_open
         self._statuses = OPENAI_STATUSES if settings.openai_errors else {}
-        self._requests = 0  # in flight with a body
-        self._body_bytes = 0
+        self._places = SharedRoom(settings.max_inflight_requests)  # of requests in flight with a body
+        self._bytes = SharedRoom(settings.max_inflight_body_bytes)  # of bodies, until they are parsed
         self._refusals = RefusalLog()
         self._turns, self._answer_turns = FairTurns(), FairTurns()
         self._memory = TrimAfterLarge()
@@ -181,18 +182,18 @@ class RequestMiddleware:
         self, scope: Scope, receive: Receive, send: Send, context: RequestContext, length: int | None
     ) -> None:
         maximum, limit = self._max_body(context)
-        self._check_room(length, maximum, limit)
+        self._check_room(length, maximum, limit, context)
         if context.route not in _NO_WORK:
             self._check_open(context.timeout_s(self._settings.deadlines.max_s), context.tenant)
-        self._requests += 1
+        self._places.take(context.tenant, 1)
+        context.body_read = self._release
         try:
             context.body = await self._read(receive, length, maximum, limit, context)
             _check_media(scope["headers"])
             await self._answer(scope, receive, send, context)
         finally:
-            self._requests -= 1
-            self._body_bytes -= context.body_bytes
-            self._observer.body(-context.body_bytes)
+            self._places.give_back(context.tenant, 1)
+            self._release(context)
 
     def _max_body(self, context: RequestContext) -> tuple[int, str]:
         """Returns the bytes that the body may have, and the limit that says so."""
@@ -265,23 +266,30 @@ class RequestMiddleware:
             return ApiError("method_not_allowed", message, headers={"allow": ", ".join((*methods, "OPTIONS"))})
         return ApiError("not_found", "There is no such route. See /openapi.json for those that exist.")
 
-    def _check_room(self, length: int | None, maximum: int, limit: str) -> None:
+    def _check_room(self, length: int | None, maximum: int, limit: str, context: RequestContext) -> None:
         if length is not None and length > maximum:
             raise _too_large(maximum, limit)
-        if self._requests >= self._settings.max_inflight_requests:
+        if not self._places.has(context.tenant, 1, shared=self._access.shared):
             raise _overloaded()
-        self._check_bytes(length or 0)
+        self._check_bytes(length or 0, context)
 
-    def _check_bytes(self, more: int) -> None:
-        if self._body_bytes + more > self._settings.max_inflight_body_bytes:
+    def _check_bytes(self, more: int, context: RequestContext) -> None:
+        if not self._bytes.has(context.tenant, more, context.counted_bytes, shared=self._access.shared):
             raise _overloaded()
 
     def _count_bytes(self, more: int, context: RequestContext) -> None:
         """Counts a part of a body. Raises ApiError if the bodies in flight leave no room for it."""
-        self._check_bytes(more)
-        self._body_bytes += more
+        self._check_bytes(more, context)
+        self._bytes.take(context.tenant, more)
+        context.counted_bytes += more
         context.body_bytes += more
         self._observer.body(more)
+
+    def _release(self, context: RequestContext) -> None:
+        """Gives back the room of a body. Does nothing the second time."""
+        counted, context.counted_bytes = context.counted_bytes, 0
+        self._bytes.give_back(context.tenant, counted)
+        self._observer.body(-counted)
 
     async def _read(
         self, receive: Receive, length: int | None, maximum: int, limit: str, context: RequestContext
