@@ -34,6 +34,7 @@ from deployments.link.handshake import (
     new_nonce,
     proof_of,
 )
+from deployments.link.keep_alive import keep_alive
 from deployments.observability.link_figures import LinkFigures
 from deployments.protocol import (
     FAULT,
@@ -147,6 +148,7 @@ class _ServerLink(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+        keep_alive(transport)
         self._timer = self.loop.call_later(HANDSHAKE_S, self.close)
         if not self._server.opened(self):
             self.close()

@@ -173,6 +173,19 @@ async def test_calls_of_all_kinds_are_answered(start: Start, service: Service, h
     link.close()
 
 
+async def test_both_ends_of_a_link_over_tcp_notice_a_host_that_is_gone(start: Start) -> None:
+    found = await start("127.0.0.1")
+    assert found.address is not None
+    link = await opened(found.address._replace(local=""))
+    [served] = found._links
+    for transport in (link._transport, served._transport):
+        own = transport.get_extra_info("socket")
+        assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 6000
+    link.close()
+
+
 async def test_what_is_sent_in_one_turn_travels_in_one_frame_back(start: Start, service: Service) -> None:
     found = await start()
     link = await opened(found.address)
