@@ -45,7 +45,9 @@ DROPPED = frozenset(
     for name in ("serve_multiplexed_model_id", _SESSION, "x-request-disconnect-disabled")
 )
 UNWATCHED = (b"x-request-disconnect-disabled", b"?1")  # spares a request two tasks of Serve's
-DECODED = frozenset((b"x-request-timeout-seconds", b"traceparent", b"tracestate"))  # kept, if Serve can read them
+DECODED = frozenset((b"traceparent", b"tracestate"))  # kept, if Serve can read them
+TIMEOUT = b"x-request-timeout-seconds"  # Serve's proxy would end the request in plain text, or cut the stream
+OWN_TIMEOUT = b"x-assay-timeout-seconds"  # the name under which an ingress gets it, which Serve does not read
 
 SERVES_OWN = "/-/"  # paths that Serve answers itself
 TRACING = "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH"  # where it is set, Serve records a span around each request
@@ -430,8 +432,9 @@ def readable(headers: Iterable[tuple[bytes, bytes]]) -> tuple[Headers, bytes | N
         headers: The request's, with names in lower case, as ASGI has them.
 
     Returns:
-        The headers without those that Serve acts upon or cannot decode, and without the client's `x-request-id`; the
-        client's id from `x-client-request-id`, else `x-request-id`, None if neither is one word of printable ASCII.
+        The headers without those that Serve acts upon or cannot decode, without the client's `x-request-id`, and with
+        the client's time limit under a name of ours; the client's id from `x-client-request-id`, else `x-request-id`,
+        None if neither is one word of printable ASCII.
     """
     kept: Headers = []
     ids: dict[bytes, bytes] = {}
@@ -442,6 +445,8 @@ def readable(headers: Iterable[tuple[bytes, bytes]]) -> tuple[Headers, bytes | N
         if name in (REQUEST_ID, CLIENT_ID):
             if _CLIENT_ID.fullmatch(value):
                 ids.setdefault(name, value)
+        elif name == TIMEOUT:
+            kept.append((OWN_TIMEOUT, value))
         elif name not in DECODED or (value.isascii() and len(value) <= MAX_ASCII_BYTES):
             kept.append((name, value))
     return kept, ids.get(CLIENT_ID, ids.get(REQUEST_ID))

@@ -30,7 +30,7 @@ from deployments.config.settings import ApiSettings
 from deployments.errors import OPENAI_STATUSES, ApiError, Code
 from deployments.malloc import LARGE_BYTES, TrimAfterLarge
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.proxy_middleware import BEGUN, SCOPE_ID, SCOPE_TELL, FairTurns
+from deployments.proxy_middleware import BEGUN, OWN_TIMEOUT, SCOPE_ID, SCOPE_TELL, TIMEOUT, FairTurns
 from deployments.time_limit import TimeLimit
 
 log = logging.getLogger("assay.http")
@@ -229,8 +229,9 @@ class RequestMiddleware:
                 "invalid_header", f"At most {limits.max_header_bytes} bytes of headers are accepted. Given: {size}."
             )
         found = dict(headers)
-        if b"x-request-timeout-seconds" in found:
-            context.client_limit_s = parse_timeout(found[b"x-request-timeout-seconds"])
+        for name in (OWN_TIMEOUT, TIMEOUT):  # the second where no middleware of ours is in front of Serve's code
+            if name in found and context.client_limit_s is None:
+                context.client_limit_s = parse_timeout(found[name])
         context.pinecone = b"x-pinecone-api-version" in found
         context.cohere = found.get(b"x-fern-sdk-name", b"").startswith(b"cohere")
         context.strict = self._settings.strict or found.get(b"x-assay-strict") == b"1"

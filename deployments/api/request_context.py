@@ -158,7 +158,7 @@ def context_of(scope: Any) -> RequestContext:
 
 
 def parse_timeout(value: bytes) -> float | None:
-    """Parses `x-request-timeout-seconds`. Zero, negative and malformed values are ignored."""
+    """Parses a client's time limit. Zero, negative and malformed values are ignored."""
     try:
         seconds = float(value)
     except ValueError:
