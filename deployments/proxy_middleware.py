@@ -10,6 +10,7 @@ Serve's proxy imports this module, so it imports little else of ours.
 """
 
 import asyncio
+import json
 import math
 import os
 import re
@@ -44,7 +45,9 @@ DROPPED = frozenset(
     for name in ("serve_multiplexed_model_id", _SESSION, "x-request-disconnect-disabled")
 )
 UNWATCHED = (b"x-request-disconnect-disabled", b"?1")  # spares a request two tasks of Serve's
-DECODED = frozenset((b"x-request-timeout-seconds", b"traceparent", b"tracestate"))  # kept, if Serve can read them
+DECODED = frozenset((b"traceparent", b"tracestate"))  # kept, if Serve can read them
+TIMEOUT = b"x-request-timeout-seconds"  # Serve's proxy would end the request in plain text, or cut the stream
+OWN_TIMEOUT = b"x-assay-timeout-seconds"  # the name under which an ingress gets it, which Serve does not read
 
 SERVES_OWN = "/-/"  # paths that Serve answers itself
 TRACING = "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH"  # where it is set, Serve records a span around each request
@@ -55,6 +58,7 @@ SHARED_AHEAD = 16  # the same, while several keys have requests
 SHARED_S = 1.0  # for so long several keys have requests after one came that was not of the key of the one before
 TOLD = 4  # of so many requests that begin one after another, the last one says for all that an ingress has begun it
 MAX_AHEAD_S = 1.0  # after which one holds back no others: an ingress may be frozen, and other applications tell nothing
+MAX_WHOLE_BYTES = 4 << 20  # of a stream that a client of HTTP/1.0 gets in one piece: 16,000 tokens and more
 LONG_S = 0.01  # after which the next one begins with the next round, however few there were: the loop has much to do
 
 Headers = list[tuple[bytes, bytes]]
@@ -210,11 +214,12 @@ class _HeaderMiddleware:
         headers, client_id = readable(scope["headers"])
         if scope["type"] == "http":
             send = OneWrite(send)
+        request_id = new_id("req-")
         if scope.get("http_version") == "1.0":
-            send = WholeAnswer(send)
+            send = WholeAnswer(send, request_id)
         if client_id is not None:
             send = _with_header(send, CLIENT_ID, client_id)
-        await self._pass_on({**scope, "headers": headers, SCOPE_ID: new_id("req-")}, receive, send)
+        await self._pass_on({**scope, "headers": headers, SCOPE_ID: request_id}, receive, send)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise NotImplementedError
@@ -373,13 +378,17 @@ def _declared_bytes(headers: Headers) -> int:
 class WholeAnswer:
     """Sends an answer without a declared length in one piece with its length.
 
-    Uvicorn sends such an answer, a stream of events, in chunks, which HTTP/1.0 does not have.
+    Uvicorn sends such an answer, a stream of events, in chunks, which HTTP/1.0 does not have. One of more than
+    `MAX_WHOLE_BYTES` becomes an error. With an answer complete, the server says to the application that its client has
+    left, so that its work ends too.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, request_id: str = "") -> None:
         self._send = send
+        self._id = request_id
         self._start: Message | None = None  # held back until the length is known
         self._parts: list[bytes] = []
+        self._size = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -389,10 +398,26 @@ class WholeAnswer:
                 self._start = message
         elif self._start is None or message["type"] != "http.response.body":
             await self._send(message)
-        else:
+        elif self._size <= MAX_WHOLE_BYTES:  # else it has been answered
             self._parts.append(message.get("body", b""))
-            if not message.get("more_body", False):
+            self._size += len(self._parts[-1])
+            if self._size > MAX_WHOLE_BYTES:
+                self._parts.clear()
+                await self._refuse(self._start)
+            elif not message.get("more_body", False):
                 await self._send_whole(self._start, b"".join(self._parts))
+
+    async def _refuse(self, start: Message) -> None:
+        words = (
+            f"A stream for a client of HTTP/1.0 must be at most {MAX_WHOLE_BYTES} bytes, as it is sent in one piece."
+        )
+        words += " Ask for less, or use HTTP/1.1."
+        error: dict[str, object] = {"message": words, "type": "invalid_request_error", "param": None}
+        error |= {"code": "request_too_large", "details": [{"param": None, "message": words}]}
+        body = json.dumps({"error": error, "request_id": self._id}).encode("ascii")
+        ids = [(name, value) for name, value in start.get("headers", ()) if name.lower().endswith(b"request-id")]
+        headers = [*ids, (b"content-type", b"application/json")]
+        await self._send_whole({**start, "status": 413, "headers": headers}, body)
 
     async def _send_whole(self, start: Message, body: bytes) -> None:
         length = (b"content-length", str(len(body)).encode("ascii"))
@@ -407,8 +432,9 @@ def readable(headers: Iterable[tuple[bytes, bytes]]) -> tuple[Headers, bytes | N
         headers: The request's, with names in lower case, as ASGI has them.
 
     Returns:
-        The headers without those that Serve acts upon or cannot decode, and without the client's `x-request-id`; the
-        client's id from `x-client-request-id`, else `x-request-id`, None if neither is one word of printable ASCII.
+        The headers without those that Serve acts upon or cannot decode, without the client's `x-request-id`, and with
+        the client's time limit under a name of ours; the client's id from `x-client-request-id`, else `x-request-id`,
+        None if neither is one word of printable ASCII.
     """
     kept: Headers = []
     ids: dict[bytes, bytes] = {}
@@ -419,6 +445,8 @@ def readable(headers: Iterable[tuple[bytes, bytes]]) -> tuple[Headers, bytes | N
         if name in (REQUEST_ID, CLIENT_ID):
             if _CLIENT_ID.fullmatch(value):
                 ids.setdefault(name, value)
+        elif name == TIMEOUT:
+            kept.append((OWN_TIMEOUT, value))
         elif name not in DECODED or (value.isascii() and len(value) <= MAX_ASCII_BYTES):
             kept.append((name, value))
     return kept, ids.get(CLIENT_ID, ids.get(REQUEST_ID))

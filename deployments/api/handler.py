@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,6 +22,7 @@ from deployments.api.request_context import ClientGone, ClientWatch, RequestCont
 from deployments.api.rerank_prompt import choose_rerank_prompt
 from deployments.api.schemas.fields import Body
 from deployments.api.schemas.known_fields import HARMLESS, REFUSED, Neutral, is_neutral
+from deployments.api.tenant_threads import TENANT, TenantThreads
 from deployments.auth.authenticator import Authenticator
 from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError, as_api_error, from_validation, internal_error, unsupported
@@ -77,7 +77,7 @@ class RequestHandler:
         self._json_limits = JsonLimits(wire.max_json_depth, wire.max_json_values, wire.max_json_containers)
         self._card: ModelCard | None = None
         self._memory = TrimAfterLarge()
-        self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="assay-text")
+        self._threads = TenantThreads(settings.tokenizer_threads)
 
     async def card(self) -> ModelCard:
         """Returns the model that the replicas serve. Raises ApiError while there is none."""
@@ -135,9 +135,12 @@ class RequestHandler:
             return await self.in_thread(call, *args, **kwargs)
 
     async def in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs `call` in a thread. A request that ends before leaves it running, and its memory is given back later."""
+        """Runs `call` in a thread, in the turn of the request's tenant.
+
+        A request that ends before leaves it running, and its memory is given back later.
+        """
         loop = asyncio.get_running_loop()
-        work = self._threads.submit(call, *args, **kwargs)
+        work = self._threads.submit(TENANT.get(), call, *args, **kwargs)
         try:
             return await asyncio.wrap_future(work)
         except asyncio.CancelledError:
@@ -159,16 +162,19 @@ class RequestHandler:
         with self.stage("tokenize"):
             return await self._within(context, limit_s, size, call, *args, **kwargs)
 
-    async def parse(self, context: RequestContext, model: type[B]) -> B:
-        """Parses the body as `model`. Unknown fields are named in a header, or refused if the request is strict.
+    async def parse(self, context: RequestContext, model: type[B], limit_s: float) -> B:
+        """Parses the body as `model` within the route's deadline of `limit_s`.
+
+        Unknown fields are named in a header, or refused if the request is strict.
 
         Raises:
             ApiError: The body is not valid JSON, a field is wrong, or the route lacks a field that changes answers.
         """
         with self.stage("parse"):
             data, context.body = context.body, b""  # not kept for the rest of the request
-            limit_s = self.settings.deadlines.max_s
             body = await self._within(context, limit_s, context.body_bytes, self._parse, data, model)
+            if context.body_read is not None:
+                context.body_read(context)
             unknown = [_ascii(name) for name in undeclared_fields(body, REFUSED)]
             if unknown and context.strict:
                 raise ApiError(

@@ -19,13 +19,17 @@ import numpy as np
 WHOLE_BYTES = 131_072  # a body that one call of the parser reads: in pieces it takes 30 times as long
 PIECE_BYTES = 32_768  # of a larger body, that one call reads if entries are no larger: 10,000 empty lists
 BLANK = b" \t\n\r"
+OPENING = b'[{"'
+CLOSED = (b"[]", b"{}", b'""')
 QUOTE, COMMA, COLON = b'",:'
 DEEPER = np.zeros(256, np.int8)  # by byte: how much deeper its successor is
 DEEPER[list(b"[{")] = 1
 DEEPER[list(b"]}")] = -1
 IS_MARK = DEEPER != 0
 IS_MARK[[QUOTE, COMMA, COLON]] = True
-NAME = re.compile(rb'[ \t\n\r]*("(?:[^"\\]|\\.){0,4096}")[ \t\n\r]*:', re.DOTALL)
+MAX_NAME_BYTES = 4096  # of the name of a field whose value is larger than a piece; an escape counts as one
+NAME = re.compile(rb'[ \t\n\r]*("(?:[^"\\]|\\.){0,%d}")[ \t\n\r]*:' % MAX_NAME_BYTES, re.DOTALL)
+LONG_NAME = re.compile(rb'[ \t\n\r]*"(?:[^"\\]|\\.){%d}' % (MAX_NAME_BYTES + 1), re.DOTALL)
 CHAR_BYTES = 12  # that one character takes at most: two escapes of six, for the halves of a surrogate pair
 PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]")
 
@@ -116,7 +120,9 @@ class _Reader:
         """Parses the value at `start:end`, whose own entries are `depth` deep."""
         text = self._data[start:end].strip(BLANK)
         kind = text[:1] + text[-1:]
-        if len(text) <= PIECE_BYTES or kind not in (b"[]", b"{}", b'""') or not text[1:-1].strip(BLANK):
+        if len(text) > PIECE_BYTES and kind not in CLOSED and text[:1] in OPENING:
+            raise ValueError(f"a list, an object or a text must end, in bytes {start} to {end}")
+        if len(text) <= PIECE_BYTES or kind not in CLOSED or not text[1:-1].strip(BLANK):
             return self._parse(text, start, end)
         first = self._data.index(text[:1], start) + 1
         if kind == b'""':
@@ -138,6 +144,9 @@ class _Reader:
         for start, end in runs:
             name = NAME.match(self._data, start, end) if end - start > PIECE_BYTES else None
             if name is None:
+                if end - start > PIECE_BYTES and LONG_NAME.match(self._data, start, end):
+                    words = f"the name of a field with a large value must have at most {MAX_NAME_BYTES} bytes"
+                    raise ValueError(f"{words}, in bytes {start} to {end}")
                 found |= self._parse_run(b"{%b}", start, end)
             else:
                 found[self._parse(name[1], start, end)] = self.value(name.end(), end, depth + 1)

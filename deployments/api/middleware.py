@@ -23,13 +23,15 @@ from deployments.api.request_context import (
     new_id,
     parse_timeout,
 )
+from deployments.api.shared_room import SharedRoom
 from deployments.api.sse import EventStream
+from deployments.api.tenant_threads import TENANT
 from deployments.auth.authenticator import AccessDenied, Authenticator
 from deployments.config.settings import ApiSettings
 from deployments.errors import OPENAI_STATUSES, ApiError, Code, internal_error
 from deployments.malloc import LARGE_BYTES, TrimAfterLarge
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.proxy_middleware import BEGUN, SCOPE_ID, SCOPE_TELL, FairTurns
+from deployments.proxy_middleware import BEGUN, OWN_TIMEOUT, SCOPE_ID, SCOPE_TELL, TIMEOUT, FairTurns
 from deployments.time_limit import TimeLimit
 
 log = logging.getLogger("assay.http")
@@ -100,8 +102,8 @@ class RequestMiddleware:
         self._access = access
         self._check_open = check_open
         self._statuses = OPENAI_STATUSES if settings.openai_errors else {}
-        self._requests = 0  # in flight with a body
-        self._body_bytes = 0
+        self._places = SharedRoom(settings.max_inflight_requests)  # of requests in flight with a body
+        self._bytes = SharedRoom(settings.max_inflight_body_bytes)  # of bodies, until they are parsed
         self._refusals = RefusalLog()
         self._turns, self._answer_turns = FairTurns(), FairTurns()
         self._memory = TrimAfterLarge()
@@ -174,6 +176,7 @@ class RequestMiddleware:
         route = self._match(scope)
         context.key = self._access.identify(headers, route if isinstance(route, str) else None)
         context.tenant = context.key.name
+        TENANT.set(context.tenant)
         if isinstance(route, ApiError):
             if scope["method"] == "OPTIONS" and route.code == "method_not_allowed":
                 await Response(status_code=204, headers=route.headers())(scope, receive, send.bounded)
@@ -194,18 +197,18 @@ class RequestMiddleware:
         self, scope: Scope, receive: Receive, send: "_HeaderSender", context: RequestContext, length: int | None
     ) -> None:
         maximum, limit = self._max_body(context)
-        self._check_room(length, maximum, limit)
+        self._check_room(length, maximum, limit, context)
         if context.route not in _NO_WORK:
             self._check_open(context.timeout_s(self._settings.deadlines.max_s), context.tenant)
-        self._requests += 1
+        self._places.take(context.tenant, 1)
+        context.body_read = self._release
         try:
             context.body = await self._read(receive, length, maximum, limit, context)
             _check_media(scope["headers"])
             await self._answer(scope, receive, send, context)
         finally:
-            self._requests -= 1
-            self._body_bytes -= context.body_bytes
-            self._observer.body(-context.body_bytes)
+            self._places.give_back(context.tenant, 1)
+            self._release(context)
 
     def _max_body(self, context: RequestContext) -> tuple[int, str]:
         """Returns the bytes that the body may have, and the limit that says so."""
@@ -241,8 +244,9 @@ class RequestMiddleware:
                 "invalid_header", f"At most {limits.max_header_bytes} bytes of headers are accepted. Given: {size}."
             )
         found = dict(headers)
-        if b"x-request-timeout-seconds" in found:
-            context.client_limit_s = parse_timeout(found[b"x-request-timeout-seconds"])
+        for name in (OWN_TIMEOUT, TIMEOUT):  # the second where no middleware of ours is in front of Serve's code
+            if name in found and context.client_limit_s is None:
+                context.client_limit_s = parse_timeout(found[name])
         context.pinecone = b"x-pinecone-api-version" in found
         context.cohere = found.get(b"x-fern-sdk-name", b"").startswith(b"cohere")
         context.strict = self._settings.strict or found.get(b"x-assay-strict") == b"1"
@@ -278,23 +282,30 @@ class RequestMiddleware:
             return ApiError("method_not_allowed", message, headers={"allow": ", ".join((*methods, "OPTIONS"))})
         return ApiError("not_found", "There is no such route. See /openapi.json for those that exist.")
 
-    def _check_room(self, length: int | None, maximum: int, limit: str) -> None:
+    def _check_room(self, length: int | None, maximum: int, limit: str, context: RequestContext) -> None:
         if length is not None and length > maximum:
             raise _too_large(maximum, limit)
-        if self._requests >= self._settings.max_inflight_requests:
+        if not self._places.has(context.tenant, 1, shared=self._access.shared):
             raise _overloaded()
-        self._check_bytes(length or 0)
+        self._check_bytes(length or 0, context)
 
-    def _check_bytes(self, more: int) -> None:
-        if self._body_bytes + more > self._settings.max_inflight_body_bytes:
+    def _check_bytes(self, more: int, context: RequestContext) -> None:
+        if not self._bytes.has(context.tenant, more, context.counted_bytes, shared=self._access.shared):
             raise _overloaded()
 
     def _count_bytes(self, more: int, context: RequestContext) -> None:
         """Counts a part of a body. Raises ApiError if the bodies in flight leave no room for it."""
-        self._check_bytes(more)
-        self._body_bytes += more
+        self._check_bytes(more, context)
+        self._bytes.take(context.tenant, more)
+        context.counted_bytes += more
         context.body_bytes += more
         self._observer.body(more)
+
+    def _release(self, context: RequestContext) -> None:
+        """Gives back the room of a body. Does nothing the second time."""
+        counted, context.counted_bytes = context.counted_bytes, 0
+        self._bytes.give_back(context.tenant, counted)
+        self._observer.body(-counted)
 
     async def _read(
         self, receive: Receive, length: int | None, maximum: int, limit: str, context: RequestContext

@@ -5,7 +5,7 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -90,6 +90,8 @@ class RequestContext:
     tenant: str = ""  # the key's name
     body: bytes = b""  # until it is parsed
     body_bytes: int = 0  # the body's length, so far while it is read
+    counted_bytes: int = 0  # those that the connection limit counts
+    body_read: Callable[["RequestContext"], None] | None = None  # called once the body is parsed: it is counted no more
     gone: bool = False  # the client left, or reads too slowly
     code: str = ""  # of the error that was answered
     pinecone: bool = False  # the client speaks Pinecone's dialect
@@ -156,7 +158,7 @@ def context_of(scope: Any) -> RequestContext:
 
 
 def parse_timeout(value: bytes) -> float | None:
-    """Parses `x-request-timeout-seconds`. Zero, negative and malformed values are ignored."""
+    """Parses a client's time limit. Zero, negative and malformed values are ignored."""
     try:
         seconds = float(value)
     except ValueError:

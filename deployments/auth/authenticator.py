@@ -51,6 +51,8 @@ class Authenticator:
     def use(self, settings: AuthSettings) -> None:
         """Puts keys in force. Usage stays counted, under the new limits."""
         self._settings = settings
+        self.shared = settings.mode == "keys" and len({key.name for key in settings.keys}) > 1
+        """Whether there are keys of several names."""
         self._by_digest = {key.digest: key for key in settings.keys}  # the last one of a digest
         self.rate_limiter.use({key.name: key.limits for key in settings.keys}, settings.ingresses)
 

@@ -249,14 +249,15 @@ class _Bill:
 
 
 class _Counted:
-    """Counts the tokens of a generation: prompt tokens that were not cached, and generated tokens.
+    """Counts the tokens of a generation: those of its prompts that were not cached, those that it resumes behind, which
+    are computed again, and generated ones.
 
     A prompt with scores is computed whole: what its generation then finds cached is the request's own work.
     """
 
     def __init__(self, call: GenerateCall) -> None:
         self._seen: set[int] = set()
-        self.tokens = sum(len(request.prompt) for request in call)
+        self.tokens = sum(len(request.prompt) + sum(map(len, request.emitted)) for request in call)
 
     def take(self, reply: GenerateReply) -> None:
         for item in reply.chunks:

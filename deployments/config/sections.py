@@ -91,9 +91,10 @@ class AdmissionArgs(Costs):
     """Says when a request is refused with 429 instead of waiting."""
 
     max_inflight_requests: Annotated[int, Range(1, 1 << 20)] = 1024
-    """Connection limit: requests that one ingress answers at the same time."""
+    """Connection limit: requests that one ingress answers at the same time. With keys of several names, one name holds
+    less than three times what is free: three quarters of them if no other name has requests."""
     max_inflight_body_bytes: Annotated[int, Range(1024, 1 << 40)] = 268_435_456
-    """Connection limit: bytes of the bodies of these requests."""
+    """Connection limit: bytes of the bodies of these requests, until they are parsed. Names share them likewise."""
     max_wait_s: Annotated[float, Range(0, 86_400, open_low=True)] = 10.0
     """Ingress admission: an ingress refuses a request when the queue of every replica takes longer than this."""
 

@@ -17,6 +17,7 @@ from deployments.link.frames import (
     refuse,
 )
 from deployments.link.handshake import LinkAddress, Proof, is_proof, link_key, new_nonce, proof_of
+from deployments.link.keep_alive import keep_alive
 from deployments.observability.link_figures import LinkFigures
 from deployments.protocol import AnyCall, GenerateReply, PromptChunk
 from deployments.stream_buffer import PendingChunks
@@ -191,9 +192,7 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        own = transport.get_extra_info("socket")
-        if own is not None and own.family != socket.AF_UNIX:
-            _watch(own)
+        keep_alive(transport)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self._opened.done():
@@ -347,11 +346,3 @@ class Link(asyncio.Protocol):
 
 
 def _ignore(link: Link) -> None: ...
-
-
-def _watch(own: socket.socket) -> None:
-    """Has the kernel notice a host that is gone: over TCP, silence alone is no sign."""
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 6000)):
-        if hasattr(socket, name):
-            own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from deployments.link import messages
 from deployments.link.frames import (
@@ -34,6 +34,7 @@ from deployments.link.handshake import (
     new_nonce,
     proof_of,
 )
+from deployments.link.keep_alive import keep_alive
 from deployments.observability.link_figures import LinkFigures
 from deployments.protocol import (
     FAULT,
@@ -50,10 +51,11 @@ from engine.requests import ErrorCode, Load, PoolingResult, ScoreResult, StepTok
 
 log = logging.getLogger("ray.serve")
 HANDSHAKE_S = 5.0
-MAX_STRANGERS = 64  # connections whose handshake has not ended
+MAX_STRANGERS = 64  # connections of a listener whose handshake has not ended
 MAX_CALLS = 4096  # of one link that have not ended
 MAX_UNSENT_BYTES = 32 << 20  # that an ingress has not read: its link is closed, and it continues its calls elsewhere
 DRAIN_POLL_S = 0.05
+Listener = Literal["unix", "tcp"]
 Result = messages.ScoredPrompt | messages.NumberedChunk | StepTokens | messages.Answer
 TOO_LARGE = Failure(
     ErrorCode.REQUEST_TOO_LARGE, f"A replica's answer must be at most {MAX_FRAME_BYTES} bytes. Ask for less.", None
@@ -82,10 +84,11 @@ class LinkServer:
             name = f"assay-link-{secrets.token_hex(16)}"
             local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             local.bind("\0" + name)
-            self._listeners.append(await loop.create_unix_server(self._connect, sock=local, start_serving=False))
+            connect = partial(self._connect, "unix")
+            self._listeners.append(await loop.create_unix_server(connect, sock=local, start_serving=False))
             self._address = self._address._replace(local=name)
         if host:  # an address of this host and never all of them: other networks have no business here
-            server = await loop.create_server(self._connect, host, 0, start_serving=False)
+            server = await loop.create_server(partial(self._connect, "tcp"), host, 0, start_serving=False)
             self._listeners.append(server)
             self._address = self._address._replace(host=host, port=server.sockets[0].getsockname()[1])
         for listener in self._listeners:
@@ -105,14 +108,18 @@ class LinkServer:
         for link in list(self._links):
             link.close()
 
-    def _connect(self) -> asyncio.Protocol:
-        return _ServerLink(self, self._service, self._address)
+    def _connect(self, listener: Listener) -> asyncio.Protocol:
+        return _ServerLink(self, self._service, self._address, listener)
 
     def opened(self, link: "_ServerLink") -> bool:
-        """Notes a connection. Returns False if there are too many that have not proved who they are."""
+        """Notes a connection. Returns False if its listener has too many that have not proved who they are.
+
+        Strangers of the network keep no ingress of this host away: it comes over the Unix socket.
+        """
         self._links.add(link)
         self.count()
-        return sum(not other.is_open for other in self._links) <= MAX_STRANGERS
+        strangers = sum(not other.is_open and other.listener == link.listener for other in self._links)
+        return strangers <= MAX_STRANGERS
 
     def closed(self, link: "_ServerLink") -> None:
         self._links.discard(link)
@@ -126,8 +133,9 @@ class LinkServer:
 class _ServerLink(asyncio.Protocol):
     """Represents one connection of an ingress."""
 
-    def __init__(self, server: LinkServer, service: ReplicaService, address: LinkAddress) -> None:
+    def __init__(self, server: LinkServer, service: ReplicaService, address: LinkAddress, listener: Listener) -> None:
         self._server = server
+        self.listener = listener
         self._figures = server.figures
         self._service = service
         self._address = address
@@ -147,6 +155,7 @@ class _ServerLink(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+        keep_alive(transport)
         self._timer = self.loop.call_later(HANDSHAKE_S, self.close)
         if not self._server.opened(self):
             self.close()

@@ -104,7 +104,7 @@ async def test_what_waits_for_a_tokenizer_thread_past_its_deadline_is_not_tokeni
         free.set()
         assert [answer.status_code for answer in answers] == [408] * 4
         started = len(calls)
-        await asyncio.to_thread(client.app.handler._threads.submit(lambda: None).result, 10)
+        await asyncio.to_thread(client.app.handler._threads.submit("", lambda: None).result, 10)
     assert started == 1
     assert len(calls) - started <= 1, "the one that had a thread may end; the others never start"
     assert not backend.tasks and not backend.score_tasks

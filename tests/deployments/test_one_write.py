@@ -13,6 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from deployments.errors import ErrorBody
 from deployments.one_write import OneWrite
 from deployments.proxy_middleware import IngressMiddleware, ProxyMiddleware
 
@@ -128,6 +129,36 @@ def test_every_http_server_of_serve_joins_them(protocol: Callable[..., Any], mon
 def test_closed_behind_the_answer(protocol: Callable[..., Any]) -> None:
     closing = served(ProxyMiddleware(ANSWERS["json"]), protocol, b"GET / HTTP/1.0\r\nHost: here\r\n\r\n")
     assert closing.closed and len(closing.writes) == 1
+
+
+@PROTOCOLS
+@pytest.mark.parametrize("size", [100, 101])
+def test_a_stream_for_http_1_0_is_kept_up_to_a_bound(
+    protocol: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Beyond it the client gets an error, and the server says to the application that its client has left."""
+    monkeypatch.setattr("deployments.proxy_middleware.MAX_WHOLE_BYTES", 100)
+    left = []
+
+    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-assay-request-id", b"mine")]})
+        await send({"type": "http.response.body", "body": b"a" * size, "more_body": True})
+        if size > 100:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.append(True)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    [written] = served(ProxyMiddleware(stream), protocol, b"GET / HTTP/1.0\r\nHost: here\r\n\r\n").writes
+    head, body = written.split(b"\r\n\r\n", 1)
+    assert b"content-length: %d" % len(body) in head.lower() and b"x-assay-request-id: mine" in head.lower()
+    if size == 100:
+        assert head.startswith(b"HTTP/1.1 200") and body == b"a" * 100
+        return
+    assert head.startswith(b"HTTP/1.1 413") and left
+    found = ErrorBody.model_validate_json(body)
+    assert found.error.code == "request_too_large" and found.request_id.startswith("req-")
+    assert "at most 100 bytes" in found.error.message
 
 
 @PROTOCOLS

@@ -25,9 +25,11 @@ from deployments.cli.launch import ray_env
 from deployments.proxy_middleware import (
     BEGUN,
     MAX_AHEAD,
+    OWN_TIMEOUT,
     ROUNDS,
     SCOPE_ID,
     SCOPE_TELL,
+    TIMEOUT,
     TOLD,
     IngressMiddleware,
     ProxyMiddleware,
@@ -93,9 +95,30 @@ def test_without_the_middleware_serve_would_fail_or_keep_it(name: bytes) -> None
         read_by_serve([(name, b"\xff")])
 
 
-def test_a_timeout_reaches_serve_and_us() -> None:
-    kept, _ = readable([(b"x-request-timeout-seconds", b"2.5")])
-    assert kept == [(b"x-request-timeout-seconds", b"2.5")] and read_by_serve(kept) == 2.5
+def test_a_timeout_reaches_us_and_not_serve() -> None:
+    kept, _ = readable([(TIMEOUT, b"2.5")])
+    assert kept == [(OWN_TIMEOUT, b"2.5")] and read_by_serve(kept) is None
+    assert read_by_serve([(TIMEOUT, b"2.5")]) == 2.5  # as Serve would, and end the request itself
+
+
+@pytest.mark.parametrize("middleware", [ProxyMiddleware, IngressMiddleware])
+@pytest.mark.parametrize("name", [TIMEOUT, OWN_TIMEOUT])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_timeout_is_an_error_of_ours_in_either_mode(
+    app: Any, backend: Any, monkeypatch: pytest.MonkeyPatch, middleware: Any, name: bytes, stream: bool
+) -> None:
+    """Serve's proxy would answer 408 in plain text, without a code, and cut a stream."""
+    monkeypatch.setattr("ray.serve.get_replica_context", lambda: SimpleNamespace(servable_object=None))
+    backend.gate = asyncio.Event()
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        assert read_by_serve(scope["headers"][:-1]) is None  # without the id, which `read_by_serve` adds itself
+        await app(scope, receive, send)
+
+    body = {"prompt": "a", "stream": stream}
+    found = await ask(middleware(serve), "POST", "/v1/completions", headers=[(name, b"0.02")], body=body)
+    assert (found.status, found.code) == (408, "deadline_exceeded")
+    assert b"The deadline of 0.02 s passed." in found.body
 
 
 def test_serve_takes_what_the_variable_names() -> None:

@@ -156,6 +156,19 @@ async def test_bytes_beyond_ascii_in_a_header_that_serve_reads_fail_nothing(serv
         assert headers.get_all("x-request-id") == headers.get_all("x-assay-request-id")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_clients_time_limit_is_answered_by_the_ingress(service: Service, stream: bool) -> None:
+    """Serve's proxy would answer it in plain text, or cut the stream."""
+    body = {"prompt": PROMPT, "max_tokens": 900, "n": 8, "ignore_eos": True, "stream": stream}
+    answer = await service.http.post(
+        service.url + "/v1/completions", json=body, headers={"x-request-timeout-seconds": "0.05"}
+    )
+    lines = answer.text.split("\n\n")[-2].removeprefix("data: ") if answer.status_code == 200 else answer.text
+    assert answer.status_code == 408 or stream
+    assert json.loads(lines)["error"]["code"] == "deadline_exceeded"
+    await service.settled()
+
+
 async def test_body_and_headers_show_one_id(service: Service) -> None:
     status, headers, body = await raw(service.url + "/nope", b"x-request-id: support-17")
     assert status == 404

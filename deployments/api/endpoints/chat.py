@@ -18,7 +18,7 @@ from deployments.api.schemas.chat import ChatRequest
 
 async def chat_completions(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /v1/chat/completions. Raises ApiError, ParamError or ScoringError for one that is refused."""
-    body = await handler.parse(context, ChatRequest)
+    body = await handler.parse(context, ChatRequest, handler.settings.deadlines.generation_s)
     card = await handler.language_model(body.model, context.route)
     plan = await plan_chat(handler, body, card, context)
     return await answer(await begin(handler, plan, ChatFormat(), card.name, context), body)

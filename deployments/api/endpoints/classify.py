@@ -29,7 +29,7 @@ from scoring.activation import Activation, activate
 
 async def classify(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers both routes. Raises ApiError or ScoringError for a request that is refused."""
-    body = await handler.parse(context, ClassifyRequest)
+    body = await handler.parse(context, ClassifyRequest, handler.settings.deadlines.scoring_s)
     card, head = await handler.pooling_head(body.model, context.route, (HeadKind.SEQUENCE, HeadKind.POINTER))
     served = ServedRequest(handler, context, card, new_id("classify-"), body.cache_salt, body.priority)
     activation = activation_of(body, head)

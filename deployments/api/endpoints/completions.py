@@ -17,7 +17,7 @@ from deployments.api.schemas.generation import CompletionRequest
 
 async def completions(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /v1/completions. Raises ApiError or ParamError for a request that is refused."""
-    body = await handler.parse(context, CompletionRequest)
+    body = await handler.parse(context, CompletionRequest, handler.settings.deadlines.generation_s)
     card = await handler.language_model(body.model, context.route)
     plan = await plan_completion(handler, body, card, context)
     return await answer(await begin(handler, plan, CompletionFormat(), card.name, context), body)

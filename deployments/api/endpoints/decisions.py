@@ -31,7 +31,7 @@ from scoring.prompts.decision_prompts import FORMAT_VERSION, Entry, Option, Ques
 
 async def decisions(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /v1/decisions. Raises ApiError or ScoringError for a request that is refused."""
-    body = await handler.parse(context, wire.DecisionRequest)
+    body = await handler.parse(context, wire.DecisionRequest, handler.settings.deadlines.scoring_s)
     card = await handler.language_model(body.model, context.route)
     plan = await _prepare(handler, context, body, card)
     with handler.deadline(context, handler.settings.deadlines.scoring_s):

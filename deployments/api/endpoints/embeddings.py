@@ -32,7 +32,7 @@ from engine.model.heads.info import EmbeddingInfo, HeadInfo, HeadKind
 
 async def embeddings(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /v1/embeddings. Raises ApiError or ScoringError for a request that is refused."""
-    body = await handler.parse(context, EmbeddingsRequest)
+    body = await handler.parse(context, EmbeddingsRequest, handler.settings.deadlines.scoring_s)
     card, head = await handler.pooling_head(body.model, context.route, (HeadKind.POOLED,))
     served = ServedRequest(handler, context, card, new_id("embd-"), body.cache_salt, body.priority)
     embedding, normalise = embedding_of(head), wants_activation(body)
@@ -57,7 +57,7 @@ async def embeddings(handler: RequestHandler, context: RequestContext) -> Respon
 
 async def embed(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /embed, which normalises unless the request says otherwise. Raises as `embeddings` does."""
-    body = await handler.parse(context, EmbedRequest)
+    body = await handler.parse(context, EmbedRequest, handler.settings.deadlines.scoring_s)
     card, head = await handler.pooling_head(body.model, context.route, (HeadKind.POOLED,))
     served = ServedRequest(handler, context, card, new_id("embd-"), body.cache_salt, body.priority)
     embedding = embedding_of(head)

@@ -48,7 +48,7 @@ TEXT_FIELDS = (  # of a request that is no conversation
 
 async def generative_scoring(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /generative_scoring. Raises ApiError or ScoringError for a request that is refused."""
-    body = await handler.parse(context, ScoringRequest)
+    body = await handler.parse(context, ScoringRequest, handler.settings.deadlines.scoring_s)
     card = await handler.language_model(body.model, context.route)
     served = ServedRequest(handler, context, card, new_id("generative-scoring-"), body.cache_salt, body.priority)
     if body.messages is not None:

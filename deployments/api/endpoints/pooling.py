@@ -39,7 +39,7 @@ OF_TOKENS = ("step_tag_id", "steps", "aggregate")
 
 async def pooling(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /pooling. Raises ApiError or ScoringError for a request that is refused."""
-    body = await handler.parse(context, PoolingBody)
+    body = await handler.parse(context, PoolingBody, handler.settings.deadlines.scoring_s)
     card, head = await handler.pooling_head(body.model, context.route, KINDS)
     served = ServedRequest(handler, context, card, new_id("pool-"), body.cache_salt, body.priority)
     _check_fields(body, head)

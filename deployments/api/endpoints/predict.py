@@ -26,7 +26,7 @@ from scoring.row_builder import PromptSpec, ScoringRows, check_tokens, joined, u
 
 async def predict(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /predict. Raises ApiError or ScoringError for a request that is refused."""
-    body = await handler.parse(context, PredictRequest)
+    body = await handler.parse(context, PredictRequest, handler.settings.deadlines.scoring_s)
     card, head = await handler.pooling_head(body.model, context.route, (HeadKind.SEQUENCE,))
     served = ServedRequest(handler, context, card, new_id("predict-"), body.cache_salt, body.priority)
     check_size(handler, len(body.inputs.texts), head.width, "inputs")

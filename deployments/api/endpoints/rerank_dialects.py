@@ -24,7 +24,7 @@ PINECONE_HEADER = "x-pinecone-api-version"
 
 async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers the routes that several clients share. Raises ApiError or ScoringError for a request that is refused."""
-    body = await handler.parse(context, RerankRequest)
+    body = await handler.parse(context, RerankRequest, handler.settings.deadlines.scoring_s)
     if context.pinecone and context.route == TEXTS_ROUTE:
         return await rank(handler, context, _of_pinecone(body), _pinecone_answer)
     if body.parameters is not None and (body.parameters.model_fields_set or body.parameters.model_extra):
@@ -40,7 +40,7 @@ async def rerank(handler: RequestHandler, context: RequestContext) -> Response:
 
 async def rerank_mixedbread(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /v1/reranking."""
-    body = await handler.parse(context, MixedbreadRequest)
+    body = await handler.parse(context, MixedbreadRequest, handler.settings.deadlines.scoring_s)
     canonical = _request(
         model=body.model, query=body.query, documents=body.input, rank_fields=body.rank_fields, top_n=body.top_k,
         return_documents=bool(body.return_input),
@@ -50,7 +50,7 @@ async def rerank_mixedbread(handler: RequestHandler, context: RequestContext) ->
 
 async def rerank_isaacus(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /v1/rerankings."""
-    body = await handler.parse(context, IsaacusRequest)
+    body = await handler.parse(context, IsaacusRequest, handler.settings.deadlines.scoring_s)
     canonical = _request(
         model=body.model, query=body.query, documents=[*body.texts], top_n=body.top_n, return_documents=False
     )

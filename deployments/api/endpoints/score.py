@@ -64,7 +64,7 @@ class Sides(NamedTuple):
 
 async def scoring(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers both routes. Raises ApiError or ScoringError for a request that is refused."""
-    body = await handler.parse(context, ScoreBody)
+    body = await handler.parse(context, ScoreBody, handler.settings.deadlines.scoring_s)
     if body.messages is not None:
         return await _messages(handler, context, body, body.messages)
     refuse_chat_fields(body)

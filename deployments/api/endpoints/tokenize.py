@@ -22,7 +22,7 @@ LIMIT = "max_tokenize_tokens"
 
 async def tokenize(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /tokenize. Raises ApiError or ScoringError for a request that is refused."""
-    body = await handler.parse(context, TokenizeRequest)
+    body = await handler.parse(context, TokenizeRequest, handler.settings.deadlines.generation_s)
     card = await handler.served(body.model)
     try:
         tokens = await (_prompt_ids(handler, body) if body.messages is None else _message_ids(handler, context, body))
@@ -57,7 +57,7 @@ async def _message_ids(handler: RequestHandler, context: RequestContext, body: T
 
 async def detokenize(handler: RequestHandler, context: RequestContext) -> Response:
     """Answers POST /detokenize. Raises ApiError for ids outside the vocabulary."""
-    body = await handler.parse(context, DetokenizeRequest)
+    body = await handler.parse(context, DetokenizeRequest, handler.settings.deadlines.generation_s)
     card = await handler.served(body.model)
     if body.tokens is None:
         raise invalid("tokens", "a list of integers", "null")

@@ -87,6 +87,36 @@ def test_each_piece_of_a_long_text_is_short() -> None:
     assert longest <= json_pieces.PIECE_BYTES + json_pieces.CHAR_BYTES + 2
 
 
+LISTED = b"[" + b"1234567," * 99_000 + b"1]"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b'{"' + b"x" * 4096 + b'":' + LISTED + b"}", None),
+        (b'{"' + b"x" * 4097 + b'":' + LISTED + b"}", "a large value must have at most 4096 bytes, in bytes 1 to "),
+        (b'{"a":{"' + b"\\n" * 4097 + b'":' + LISTED + b"}}", "a large value must have at most 4096 bytes, in bytes 6"),
+        (b'{"a":' + LISTED + b" 1}", "a list, an object or a text must end, in bytes 5 to "),
+        (LISTED + b"}", "a list, an object or a text must end, in bytes 0 to "),
+        (b'["' + b"a" * 100_000 + b'"1]', "a list, an object or a text must end, in bytes 1 to "),
+    ],
+)
+def test_no_body_is_read_in_one_call(data: bytes, words: str | None) -> None:
+    longest = 0
+
+    def noted(text: bytes) -> Any:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return from_json(text)
+
+    if words is None:
+        assert read(data, LIMITS, noted) == from_json(data)
+    else:
+        with pytest.raises(ValueError, match=words):
+            read(data, LIMITS, noted)
+    assert longest <= json_pieces.PIECE_BYTES + 2
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 1000])
 @pytest.mark.parametrize(
     "text",

@@ -280,6 +280,27 @@ async def test_a_stream_that_its_client_leaves_costs_what_it_got(keyed: Any, key
     assert quotas._of("a").balance == 1000 - (9 - 3 + 2)  # three of the prompt were cached
 
 
+async def test_a_resumed_generation_costs_the_tokens_that_it_resumes_behind(backend: Any) -> None:
+    """They are computed again, of a stream too. Three tokens of each prompt were cached."""
+    quotas = limited(Clock(), tokens_per_minute=1000)
+    backend.script = b"a" * 60
+    params = SamplingParams(max_tokens=60)
+    request = GenerateRequest(
+        request_id="t",
+        prompt=np.arange(9, dtype=np.int32),
+        params=params,
+        seed=0,
+        tenant="a",
+        emitted=(np.full(50, 97, np.int32),),
+    )
+    metered = MeteredBackend(backend, quotas)
+    await metered.generate((request,))
+    assert quotas._of("a").balance == 1000 - (9 - 3 + 50 + 10)
+    async for _ in metered.stream((request,)):
+        pass
+    assert quotas._of("a").balance == 1000 - 2 * (9 - 3 + 50 + 10)
+
+
 async def test_a_stream_that_is_refused_when_it_has_got_just_what_was_charged_is_paid(backend: Any) -> None:
     """512 tokens are expected of it, and three of its prompt were cached."""
     quotas = limited(Clock(), tokens_per_minute=1000)

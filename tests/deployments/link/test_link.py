@@ -173,6 +173,19 @@ async def test_calls_of_all_kinds_are_answered(start: Start, service: Service, h
     link.close()
 
 
+async def test_both_ends_of_a_link_over_tcp_notice_a_host_that_is_gone(start: Start) -> None:
+    found = await start("127.0.0.1")
+    assert found.address is not None
+    link = await opened(found.address._replace(local=""))
+    [served] = found._links
+    for transport in (link._transport, served._transport):
+        own = transport.get_extra_info("socket")
+        assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 6000
+    link.close()
+
+
 async def test_what_is_sent_in_one_turn_travels_in_one_frame_back(start: Start, service: Service) -> None:
     found = await start()
     link = await opened(found.address)
@@ -307,7 +320,9 @@ class Stranger:
         self._frames = FrameReader(1 << 20)
 
     async def __aenter__(self) -> "Stranger":
-        self.reader, self.writer = await asyncio.open_unix_connection("\0" + self._address.local)
+        local, host, port = self._address.local, self._address.host, self._address.port
+        opening = asyncio.open_unix_connection("\0" + local) if local else asyncio.open_connection(host, port)
+        self.reader, self.writer = await opening
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -438,6 +453,22 @@ async def test_strangers_are_few_and_wait_only_so_long(start: Start, monkeypatch
         assert await one.frame() is not None and await two.frame() is not None
         assert await three.is_refused()
         assert await one.is_refused() and await two.is_refused()
+
+
+async def test_strangers_of_the_network_keep_no_ingress_of_this_host_away(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_STRANGERS", 2)
+    address = (await start("127.0.0.1")).address
+    assert address is not None and address.local
+    network = address._replace(local="")
+    async with Stranger(network) as one, Stranger(network) as two, Stranger(network) as three:
+        assert await one.frame() is not None and await two.frame() is not None
+        assert await three.is_refused()
+        link = await opened(address)
+        reply: Any = await link.call(score(7), 0)
+        assert reply.label_logprobs[0, 0] == 7
+        link.close()
 
 
 async def test_a_link_to_a_process_that_has_gone_is_refused(start: Start) -> None:
