@@ -355,7 +355,7 @@ def test_a_fault_of_one_odd_body_would_be_seen(
     own = tokenize.tokenize
 
     async def spoiled_route(handler: Any, context: Any) -> Response:
-        body = await handler.parse(context, TokenizeRequest)
+        body = await handler.parse(context, TokenizeRequest, 60.0)
         return fault() if odd(body) else await own(handler, context)
 
     monkeypatch.setattr(tokenize, "tokenize", spoiled_route)

@@ -288,7 +288,7 @@ async def test_a_client_that_does_not_read_its_answer_is_given_up(
     request.reading.clear()
     await asyncio.wait_for(request.task, 10)
     assert request.blocked.is_set() and not request.sent
-    assert len(phases) == 1 and app.requests._requests == 0
+    assert len(phases) == 1 and app.requests._places.held == 0
 
 
 @pytest.mark.risk("R14", planted=True)
@@ -298,10 +298,10 @@ async def test_without_that_limit_it_would_hold_its_place(backend: Any, wire_to:
     request.reading.clear()
     await request.blocked.wait()
     done, _ = await asyncio.wait({request.task}, timeout=0.1)
-    assert not done and app.requests._requests == 1
+    assert not done and app.requests._places.held == 1
     request.reading.set()
     await asyncio.wait_for(request.task, 10)
-    assert json.loads(request.body)["object"] == "text_completion" and app.requests._requests == 0
+    assert json.loads(request.body)["object"] == "text_completion" and app.requests._places.held == 0
 
 
 @pytest.mark.risk("S9")
