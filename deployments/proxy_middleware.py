@@ -58,6 +58,8 @@ SHARED_AHEAD = 16  # the same, while several keys have requests
 SHARED_S = 1.0  # for so long several keys have requests after one came that was not of the key of the one before
 TOLD = 4  # of so many requests that begin one after another, the last one says for all that an ingress has begun it
 MAX_AHEAD_S = 1.0  # after which one holds back no others: an ingress may be frozen, and other applications tell nothing
+MAX_KNOWN = 4096  # values of `authorization` that an ingress has accepted and the proxy remembers
+UNKNOWN = hash(b"")  # the turn that all others share, and requests without one
 MAX_WHOLE_BYTES = 4 << 20  # of a stream that a client of HTTP/1.0 gets in one piece: 16,000 tokens and more
 LONG_S = 0.01  # after which the next one begins with the next round, however few there were: the loop has much to do
 
@@ -197,6 +199,34 @@ class FairTurns:
         return False
 
 
+class KnownKeys:
+    """Remembers which values of `authorization` an ingress has accepted: each has turns of its own, all others share.
+
+    The proxy cannot check a key, and a client could invent one for each request. The hashes are kept, and no key is.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[int, None] = OrderedDict()  # the one that came last at the end
+
+    def turn_of(self, value: bytes) -> int:
+        """Returns whose turn a request with this value takes."""
+        key = hash(value)
+        if key not in self._known:
+            return UNKNOWN
+        self._known.move_to_end(key)
+        return key
+
+    def answered(self, value: bytes, method: str, status: int) -> None:
+        """Learns from an answer. Probes need no key and errors may come before it is checked, so neither shows one."""
+        key = hash(value)
+        if status == 401:
+            self._known.pop(key, None)
+        elif method == "POST" and 200 <= status < 300 and key != UNKNOWN:
+            self._known[key] = None
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+
+
 class _HeaderMiddleware:
     """Takes headers off a request that Serve must not read, and gives it the id that answer, body and logs show.
 
@@ -231,6 +261,7 @@ class ProxyMiddleware(_HeaderMiddleware):
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(app)
         self._turns = FairTurns(MAX_AHEAD, SHARED_AHEAD)
+        self._keys = KnownKeys()
         self._untold: list[_Place] = []
         self._memory = TrimAfterLarge(collect=True)
 
@@ -240,7 +271,8 @@ class ProxyMiddleware(_HeaderMiddleware):
             await self._app(scope, receive, send)
             return
         headers = scope["headers"]
-        await self._turns.take(next((value for name, value in headers if name == b"authorization"), b""))
+        key = next((value for name, value in headers if name == b"authorization"), b"")
+        await self._turns.take(self._keys.turn_of(key))
         places = self._places()
         scope[SCOPE_TELL] = len(places) > 1
         sent = _Passing(send, places)
@@ -250,6 +282,7 @@ class ProxyMiddleware(_HeaderMiddleware):
         finally:
             late.cancel()
             sent.passed()
+            self._keys.answered(key, scope.get("method", ""), sent.status)
             if max(_declared_bytes(headers), sent.largest) >= LARGE_BYTES:
                 self._memory.ended()
 
@@ -314,19 +347,23 @@ class _Place:
 
 
 class _Passing:
-    """Passes an answer on, keeps the bytes of its largest message, and says when the request has begun elsewhere."""
+    """Passes an answer on, keeps its status and the bytes of its largest message, and says when the request has begun
+    elsewhere."""
 
-    __slots__ = ("_places", "_send", "largest")
+    __slots__ = ("_places", "_send", "largest", "status")
 
     def __init__(self, send: Send, places: list[_Place]) -> None:
         self._send = send
         self._places = places  # until the request has passed
         self.largest = 0
+        self.status = 0  # until the answer begins
 
     def __call__(self, message: Message) -> Awaitable[None]:
         self.passed()
         if message["type"] == BEGUN:
             return _nothing()
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
         self.largest = max(self.largest, len(message.get("body", b"")))
         return self._send(message)
 

@@ -19,7 +19,7 @@ from deployments.auth.api_keys import ApiKey
 from deployments.auth.authenticator import Authenticator
 from deployments.config.settings import ApiSettings
 from deployments.observability.ingress_metrics import IngressMetrics
-from deployments.proxy_middleware import LONG_S, ROUNDS, FairTurns
+from deployments.proxy_middleware import LONG_S, ROUNDS, UNKNOWN, FairTurns, KnownKeys, ProxyMiddleware
 
 MANY = 300
 BEGINNING_S = 0.001  # of the loop, for each request
@@ -55,6 +55,68 @@ async def test_one_queue_for_all_would_be_seen(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(FairTurns, "take", lambda turns, tenant: own(turns, ""))
     found = await begun(["heavy"] * MANY + ["light"])
     assert found.index("light") == MANY
+
+
+async def answered_by_the_proxy(keys: list[bytes]) -> list[bytes]:
+    """Keys in the order in which the proxy hands their requests on, after one request of `REAL`, the only valid key."""
+    found = list[bytes]()
+
+    async def ingress(scope: Scope, receive: Receive, send: Send) -> None:
+        key = dict(scope["headers"])[b"authorization"]
+        found.append(key)
+        await send({"type": "http.response.start", "status": 200 if key == REAL else 401})
+        await send({"type": "http.response.body"})
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None: ...
+
+    proxy = ProxyMiddleware(ingress)
+
+    async def request(key: bytes) -> None:
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"authorization", key)]}
+        await proxy(scope, receive, send)
+
+    await request(REAL)
+    found.clear()
+    async with asyncio.TaskGroup() as group:
+        for key in keys:
+            group.create_task(request(key))
+    return found
+
+
+REAL = b"Bearer real"
+INVENTED = [b"Bearer %d" % number for number in range(MANY)]
+
+
+@pytest.mark.risk("R17", figure="beside 300 requests with a key invented for each, a key's request begins second")
+async def test_keys_that_a_client_invents_share_one_turn_in_the_proxy() -> None:
+    assert (await answered_by_the_proxy([*INVENTED, REAL])).index(REAL) <= 1
+
+
+@pytest.mark.risk("R17", planted=True)
+async def test_a_turn_for_each_invented_key_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KnownKeys, "turn_of", lambda keys, value: hash(value))
+    assert (await answered_by_the_proxy([*INVENTED, REAL])).index(REAL) > MANY // 2
+
+
+def test_the_proxy_learns_keys_from_answers_that_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_middleware, "MAX_KNOWN", 2)
+    keys = KnownKeys()
+    for method, status in (("GET", 200), ("POST", 400), ("POST", 401), ("POST", 0)):
+        keys.answered(REAL, method, status)
+        assert keys.turn_of(REAL) == UNKNOWN
+    keys.answered(b"", "POST", 200)
+    assert keys.turn_of(b"") == UNKNOWN
+    for key in (REAL, b"b"):
+        keys.answered(key, "POST", 200)
+    assert keys.turn_of(REAL) not in (UNKNOWN, keys.turn_of(b"b"))
+    keys.turn_of(REAL)
+    keys.answered(b"c", "POST", 200)
+    assert keys.turn_of(b"b") == UNKNOWN != keys.turn_of(REAL)
+    keys.answered(REAL, "GET", 401)
+    assert keys.turn_of(REAL) == UNKNOWN
 
 
 async def begun_ahead(turns: FairTurns) -> tuple[list[str], int]:
