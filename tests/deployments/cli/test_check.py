@@ -199,6 +199,32 @@ def test_a_seeded_mistake_is_found_and_the_remedy_named(
     assert found.good is (level != "error")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("keys: [", "must be YAML or JSON"),
+        ("[]", "must be a mapping with a list `keys`"),
+        ("keys: [{name: a, sha256: 12}]", "keys.0.sha256: It must be 64 hexadecimal digits in lower case."),
+    ],
+)
+def test_a_file_of_keys_that_exists_and_holds_none_is_an_error(
+    check: Check, text: str, words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    auth = {"mode": "keys", "keys_file": str(file)}
+    for changes, where in (
+        ({"args.auth": auth}, ARGS),
+        (
+            {"app.deployments": [{"name": "Ingress", "user_config": {"auth": auth}}]},
+            "applications[0].deployments[0].user_config",
+        ),
+    ):
+        [found] = check(with_(changes), with_model=False).findings
+        assert (found.level, found.where) == ("error", f"{where}.auth.keys_file")
+        assert words in found.message and not found.message.endswith("..")
+
+
 def test_the_table_of_mistakes_is_as_long_as_it_should_be() -> None:
     assert len(MISTAKES) >= 20 and len(OF_MODELS) >= 5
 
