@@ -316,7 +316,10 @@ def _labels(registry: Any) -> dict[str, Sequence[str]]:
     return found
 
 
-def _own(family: Metric) -> list[str]:
+def _own(family: Metric) -> Sequence[str]:
+    """Returns the label names of a metric: those it is made with, else those of its samples."""
+    if made_with := getattr(family, "_labelnames", ()):  # there is no sample before a start
+        return tuple(made_with)
     names = dict.fromkeys(name for sample in family.samples for name in sample.labels)
     return [name for name in names if name != "le"]
 
