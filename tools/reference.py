@@ -396,7 +396,7 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, ...]]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction | argparse._HelpAction):
             continue
-        names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.dest}`"
+        names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest}`"
         if action.option_strings and action.nargs != 0:
             names += f" {action.metavar or action.dest.upper()}"
         default = action.default.relative_to(ROOT) if isinstance(action.default, Path) else action.default

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
+from deployments.cli.arguments import reason
 from deployments.cli.launch import bytecode, haproxy, ray_env
 from deployments.cli.launch.example import example_of, get
 from deployments.cli.launch.listening_ports import listeners
@@ -126,11 +127,8 @@ def read(file: Path) -> dict[str, Any]:
     """Reads a config. A missing host becomes loopback; Serve's default is all interfaces. Raises CannotServe."""
     try:
         found = yaml.safe_load(file.read_text("utf-8"))
-    except yaml.MarkedYAMLError as error:
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if (mark := error.problem_mark) else ""
-        raise CannotServe(f"{file} must be a readable YAML file: {error.problem}{place}.") from None
     except (OSError, ValueError, yaml.YAMLError) as error:  # such as a date that there is not
-        raise CannotServe(f"{file} must be a readable YAML file: {error}") from None
+        raise CannotServe(f"{file} must be a readable YAML file: {reason(error)}.") from None
     if not isinstance(found, dict):
         raise CannotServe(f"{file} must be a mapping, as the files of deployments/configs are.")
     http = found.get("http_options") or {}
