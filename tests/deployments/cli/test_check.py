@@ -1,7 +1,9 @@
 """assay check: seeded mistakes, each found where it is with words that name the remedy; and what is right passes."""
 
 import copy
+import hashlib
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -252,6 +254,23 @@ def test_a_secret_of_the_file_is_not_repeated(check: Check) -> None:
     key = "assay-sk-" + "x" * 40
     found = check(with_({"args.auth": {"mode": "keys", "keys": [{"name": "a", "sha256": key, "note": key}]}}))
     assert not found.good and not any(key in str(one) for one in found.findings)
+
+
+DOCS = CONFIGS.parents[1] / "docs"
+SHOWN = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in sorted(DOCS.rglob("*.md"))
+    for number, block in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text("utf-8"), re.M | re.S))
+    if re.search(r"^applications:", block, re.M)
+]
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_a_configuration_that_a_page_shows_is_served(check: Check, text: str) -> None:
+    """Digests are cut short there."""
+    text = re.sub(r"(?<=sha256: )\.\.\.|\w*…", lambda cut: hashlib.sha256(cut[0].encode()).hexdigest(), text)
+    found = check(text, with_model=False)
+    assert found.good, found.findings
 
 
 def test_a_good_config_has_nothing_to_say(check: Check) -> None:
