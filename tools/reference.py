@@ -102,9 +102,17 @@ ERRORS: dict[Code, tuple[str, str]] = {  # when, what to do
         "its JSON has more values than `limits.max_json_values` or `limits.max_json_containers`.",
         "Split the request.",
     ),
-    "request_too_large": ("The request is over a limit of items, sequences, tokens or answer size.", "Split it."),
+    "request_too_large": (
+        "The request as a whole is over a limit of sequences, tokens, joined text or answer size: `limits.max_rows`, "
+        "`max_request_tokens`, `max_tokenize_tokens`, `max_joined_chars`, `max_answer_cells` or `max_answer_bytes`.",
+        "Split it.",
+    ),
     "unsupported_media_type": ("The body is not `application/json`.", "Set the content type."),
-    "invalid_value": ("A field has a wrong type or is out of range.", "Correct the field that `param` names."),
+    "invalid_value": (
+        "A field has a wrong type, is out of range, or is too long by itself: a list, text or number beyond its limit, "
+        "such as `limits.max_items`, `max_string_chars` or `max_n`.",
+        "Correct the field that `param` names.",
+    ),
     "invalid_token_id": ("A token id is outside of the vocabulary.", "Correct the ids."),
     "label_not_single_token": ("A label is not one token.", "Choose another label, or use continuations."),
     "duplicate_label": ("Two labels are the same token.", "Remove one of them."),
