@@ -61,7 +61,7 @@ FIELDS: dict[str, tuple[tuple[type[BaseModel], ...], tuple[str, ...]]] = {
 """By page: the bodies whose fields it explains, and the pages on which they may stand."""
 CURL = re.compile(r"localhost:8000(/[\w/]+)")
 FILE = re.compile(
-    r"`((?:deployments|engine|gpu_sampler|scoring|tests|tools|benchmarks|k8s|containers|docs)/[\w./-]*\w)[`:]"
+    r"`((?:deployments|engine|gpu_sampler|scoring|tests|tools|benchmarks|k8s|containers|docs)/[\w./-]*\w/?)[`:]"
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PAGE = re.compile(r"docs/[\w/-]+\.md")
@@ -215,6 +215,7 @@ def test_a_broken_link_is_found(link: str) -> None:
 
 
 def test_a_missing_file_an_old_option_and_an_old_metric_are_found() -> None:
+    assert missing_files(DOCS / "index.md", "`engine/no_such/` `engine/model/`") == ["index.md: engine/no_such/"]
     text = "`engine/no_such.py` `engine/core.py` `engine.no_such` `engine.seed` `assay_no_such_total` `assay_requests`"
     assert missing_files(DOCS / "index.md", text) == ["index.md: engine/no_such.py"]
     assert missing_modules("python -m tools.no_such; python -m deployments.cli") == ["tools.no_such"]

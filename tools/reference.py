@@ -103,9 +103,17 @@ ERRORS: dict[Code, tuple[str, str]] = {  # when, what to do
         "its JSON has more values than `limits.max_json_values` or `limits.max_json_containers`.",
         "Split the request.",
     ),
-    "request_too_large": ("The request is over a limit of items, sequences, tokens or answer size.", "Split it."),
+    "request_too_large": (
+        "The request as a whole is over a limit of sequences, tokens, joined text or answer size: `limits.max_rows`, "
+        "`max_request_tokens`, `max_tokenize_tokens`, `max_joined_chars`, `max_answer_cells` or `max_answer_bytes`.",
+        "Split it.",
+    ),
     "unsupported_media_type": ("The body is not `application/json`.", "Set the content type."),
-    "invalid_value": ("A field has a wrong type or is out of range.", "Correct the field that `param` names."),
+    "invalid_value": (
+        "A field has a wrong type, is out of range, or is too long by itself: a list, text or number beyond its limit, "
+        "such as `limits.max_items`, `max_string_chars` or `max_n`.",
+        "Correct the field that `param` names.",
+    ),
     "invalid_token_id": ("A token id is outside of the vocabulary.", "Correct the ids."),
     "label_not_single_token": ("A label is not one token.", "Choose another label, or use continuations."),
     "duplicate_label": ("Two labels are the same token.", "Remove one of them."),
@@ -317,7 +325,10 @@ def _labels(registry: Any) -> dict[str, Sequence[str]]:
     return found
 
 
-def _own(family: Metric) -> list[str]:
+def _own(family: Metric) -> Sequence[str]:
+    """Returns the label names of a metric: those it is made with, else those of its samples."""
+    if made_with := getattr(family, "_labelnames", ()):  # there is no sample before a start
+        return tuple(made_with)
     names = dict.fromkeys(name for sample in family.samples for name in sample.labels)
     return [name for name in names if name != "le"]
 
@@ -394,7 +405,7 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, ...]]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction | argparse._HelpAction):
             continue
-        names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.dest}`"
+        names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest}`"
         if action.option_strings and action.nargs != 0:
             names += f" {action.metavar or action.dest.upper()}"
         default = action.default.relative_to(ROOT) if isinstance(action.default, Path) else action.default

@@ -105,4 +105,5 @@ def read_keys(file: Path) -> tuple[KeyArgs, ...]:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"])) or "it"
-        raise ValueError(f"`auth.keys_file` must be a mapping with a list `keys`. {where}: {first['msg']}.") from None
+        why = first["msg"].removeprefix("Value error, ").rstrip(".")
+        raise ValueError(f"`auth.keys_file` must be a mapping with a list `keys`. {where}: {why}.") from None

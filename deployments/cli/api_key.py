@@ -2,8 +2,14 @@
 
 import os
 from collections.abc import Mapping
+from http import HTTPStatus
 
 VARIABLE = "ASSAY_API_KEY"
+
+
+def remedy(status: int) -> str:
+    """Returns what to do about a service's answer: a sentence about the key for 401, nothing for others."""
+    return f" Set {VARIABLE} to a valid key." if status == HTTPStatus.UNAUTHORIZED else ""
 
 
 def api_key(variables: Mapping[str, str] = os.environ) -> str | None:

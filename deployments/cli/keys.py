@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from deployments.auth.api_keys import Scope, digest_of, new_secret
 from deployments.auth.key_args import KeyArgs
+from deployments.cli.arguments import integer, number
 
 MADE, REFUSED = 0, 2
 MIN_CHARS = 32  # of a key that was made elsewhere: the hash of a short key can be guessed
@@ -30,11 +31,11 @@ def add(commands: Any) -> None:
         option("name", help="the client's name; keys with the same name share limits and cache")
         scopes = ", ".join(get_args(Scope))
         option("--scopes", default="inference", metavar="SCOPE,SCOPE", help=f"among {scopes} (%(default)s)")
-        option("--days", type=float, help="days until the key expires; by default never")
-        option("--max-inflight-requests", type=int, metavar="N", help="requests in flight")
-        option("--tokens-per-minute", type=int, metavar="N", help="computed and generated tokens")
-        option("--max-body-bytes", type=int, metavar="N", help="bytes of a body")
-        option("--min-priority", type=int, metavar="N", help="smallest `priority`; lower is served earlier")
+        option("--days", type=number, help="days until the key expires; by default never")
+        option("--max-inflight-requests", type=integer, metavar="N", help="requests in flight")
+        option("--tokens-per-minute", type=integer, metavar="N", help="computed and generated tokens")
+        option("--max-body-bytes", type=integer, metavar="N", help="bytes of a body")
+        option("--min-priority", type=integer, metavar="N", help="smallest `priority`; lower is served earlier")
         option("--cache-domain", metavar="DOMAIN", help="names with the same domain share the prefix cache")
 
 

@@ -1,6 +1,8 @@
 """Runs `assay COMMAND ...`. Each command is a module with `add`, which declares it, and a function that runs it."""
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -11,6 +13,7 @@ from deployments.cli.launch import system_info
 from deployments.cli.score_files import command as score
 
 UNAVAILABLE = 2
+READER_GONE = 141  # as shells report the end of a command by SIGPIPE
 SERVICE_PACKAGES = (
     "ray", "torch", "transformers", "tokenizers", "safetensors", "fastapi", "starlette", "msgspec", "httpx",
     "huggingface_hub",
@@ -47,6 +50,36 @@ def _help(parser: argparse.ArgumentParser) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status. Wrong arguments end the process with status 2."""
+    try:
+        try:
+            return _main(arguments)
+        finally:
+            _flush()  # here, where it can be caught, and not as Python ends
+    except BrokenPipeError:
+        if not _reader_gone():
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # Python writes what is left as it ends
+        os.close(nowhere)
+        return READER_GONE
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # else it was closed before the start
+        sys.stdout.flush()
+
+
+def _reader_gone() -> bool:
+    """Says whether the reader of standard output has gone, as `head` goes: another pipe may have broken."""
+    try:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        return bool(output.poll(0))
+    except (AttributeError, OSError, ValueError):  # there is no standard output, or it is no file
+        return False
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     given = make_parser().parse_args(arguments)
     try:
         status: int = given.run(given)

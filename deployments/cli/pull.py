@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from deployments.cli.arguments import reason
+
 if TYPE_CHECKING:
     from engine.model.file_digests import FileRecord
 
@@ -31,7 +33,8 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    from httpx import HTTPError
+    from httpx import HTTPError, TransportError
+    from huggingface_hub.constants import ENDPOINT
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     repository, _, revision = str(given.model).partition("@")
@@ -45,7 +48,9 @@ def run(given: argparse.Namespace) -> int:
         print(f"assay pull: {_first_line(error)}", file=sys.stderr)
         return WRONG
     except (HfHubHTTPError, HTTPError, OSError) as error:
-        print(f"assay pull: {_first_line(error)}\nRun the command again: it continues.", file=sys.stderr)
+        unreached = isinstance(error, TransportError)
+        why = f"{ENDPOINT} cannot be reached: {reason(error)}." if unreached else _first_line(error)
+        print(f"assay pull: {why}\nRun the command again: it continues.", file=sys.stderr)
         return FAILED
     print(f"{repository} at {commit} is in {folder}. In the configuration:\n\nmodel:\n  path: {folder.resolve()}")
     return PULLED

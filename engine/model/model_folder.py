@@ -37,6 +37,7 @@ def find_folder(model: ModelConfig) -> Path:
     if model.revision is None or not REVISION.fullmatch(model.revision):
         raise ModelNotFound(
             "`model.path` must be a folder, or a repository id with `model.revision` of 40 hexadecimal digits. "
+            f"There is no folder {model.path}; `assay pull` downloads one. "
             f"Given: {model.path}, revision {model.revision}."
         )
     from huggingface_hub import snapshot_download

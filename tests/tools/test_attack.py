@@ -65,6 +65,21 @@ async def test_planted_faults_are_found(status: int, body: bytes, words: str) ->
     assert len(found) == attack.MAX_FINDINGS and all(words in one for one in found)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ([([0.25, 0.75], [-1.386, -0.288])], [([0.2501, 0.7499], [-1.385, -0.2881])], True),
+        ([([0.25, 0.75], [-1.386, -0.288])], [([0.35, 0.65], [-1.05, -0.431])], False),
+        ([([0.25], [-1.386])], [([0.25], [-1.386]), ([0.25], [-1.386])], False),
+        ([([0.25], [-1.386])], 503, False),
+        ([([0.25], [None])], [([0.25], [None])], True),
+        (404, 404, True),
+    ],
+)
+def test_an_answer_that_is_only_rounded_otherwise_is_the_same(before: Any, after: Any, same: bool) -> None:
+    assert attack.alike(before, after) is attack.alike(after, before) is same
+
+
 @pytest.mark.parametrize("url", ["http://example.com", "http://10.0.0.1:8000", "http://[2001:db8::1]", "nothing"])
 def test_other_machines_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="this tool attacks"):

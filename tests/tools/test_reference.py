@@ -28,6 +28,12 @@ def test_every_key_has_a_description_and_its_default() -> None:
             assert option.type and option.default, (section.__name__, option)
 
 
+def test_rows_name_labels_and_arguments_as_they_are_used() -> None:
+    """Also of a metric without a sample before the start, and of an argument whose name in the code is another one."""
+    assert "| `assay_warmup_seconds` | gauge | `part` |" in PAGES[reference.FOLDER / "metrics.md"]
+    assert "| `REPOSITORY[@REVISION]` |  | a branch" in PAGES[reference.FOLDER / "cli.md"]
+
+
 def test_every_limit_and_every_error_code_is_explained() -> None:
     assert reference.LIMITS.keys() == Limits().flat().keys()
     assert reference.ERRORS.keys() == ERROR_KINDS.keys()

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from deployments.cli.api_key import api_key
+from deployments.cli.arguments import integer, number
 from deployments.cli.bench.workloads import WORKLOADS
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 ENOUGH_RUNS = 7  # for a median with quartiles
 STATUSES = """Requests are sent at the times of a Poisson process, whether or not earlier ones are answered, and latency
 counts from these times. With --concurrency each client waits for its answer before its next request: that measures
-throughput, not latency. exit status: 0; 1 all requests of a run failed; 2 refused; 130 interrupted, and the results so
-far are printed and written."""
+throughput, not latency. The API key of a service with keys is read from ASSAY_API_KEY. exit status: 0; 1 all requests
+of a run failed; 2 refused; 130 interrupted, and the results so far are printed and written."""
 
 
 def add(commands: Any) -> None:
@@ -35,12 +36,12 @@ def add(commands: Any) -> None:
     )
     option("--concurrency", type=_counts, default=[], metavar="N,N", help="clients of a closed loop, instead of rates")
     option("--seconds", type=_positive, default=5.0, help="length of a run (%(default)g)")
-    option("--runs", type=int, default=ENOUGH_RUNS, help="runs at each load (%(default)s)")
+    option("--runs", type=integer, default=ENOUGH_RUNS, help="runs at each load (%(default)s)")
     option(
         "--objective-ms", type=_positive, default=1000.0, help="latency within which an answer is good (%(default)g)"
     )
     option("--timeout", type=_positive, default=60.0, metavar="SECONDS", help="for one answer (%(default)g)")
-    option("--seed", type=int, default=1, help="seed of arrivals and requests (%(default)s)")
+    option("--seed", type=integer, default=1, help="seed of arrivals and requests (%(default)s)")
     option("--out", type=Path, metavar="FILE.json", help="write results, environment and commit, and a plot beside it")
     option("--note", default="", help="a note for the file, such as how the service was started")
     option("--json", action="store_true", help="print the results as JSON on standard output")
@@ -91,17 +92,17 @@ def _numbers(text: str) -> list[float]:
 
 
 def _counts(text: str) -> list[int]:
-    counts = [int(part) for part in text.split(",")]
+    counts = [integer(part) for part in text.split(",")]
     if min(counts) < 1:
         raise argparse.ArgumentTypeError(f"must be >= 1. Given: {text}.")
     return counts
 
 
 def _positive(text: str) -> float:
-    number = float(text)
-    if not (number > 0 and math.isfinite(number)):
+    found = number(text)
+    if not (found > 0 and math.isfinite(found)):
         raise argparse.ArgumentTypeError(f"must be > 0. Given: {text}.")
-    return number
+    return found
 
 
 def _report(message: str, status: int) -> int:

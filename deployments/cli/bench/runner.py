@@ -11,7 +11,9 @@ import urllib.request
 from dataclasses import asdict, dataclass, field
 from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError
 
+from deployments.cli.api_key import remedy
 from deployments.cli.bench import load_generator, plot, results
 from deployments.cli.bench.results import Table
 from deployments.cli.bench.workloads import WORKLOADS, ServedModel
@@ -138,6 +140,8 @@ def served(target: load_generator.Target) -> tuple[ServedModel, dict[str, Any]]:
         data = _get(target, "/v1/models")["data"][0]
         version = _get(target, "/version")
         return ServedModel(str(data["id"]), int(data["assay"]["vocab_size"])), {"model": data["id"], **version}
+    except HTTPError as error:
+        raise NoService(f"{target.url} answers {error.code} {error.reason}.{remedy(error.code)}") from None
     except (OSError, HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
         raise NoService(f"{target.url} is not the URL of this service: {type(error).__name__} {error}") from None
 

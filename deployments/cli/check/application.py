@@ -1,5 +1,6 @@
 """Checks one application of a Serve config: its import path, ports, authentication and the options of deployments."""
 
+import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -49,11 +50,15 @@ def _auth_sections(config: dict[str, Any], args: AppArgs, where: str) -> Iterato
 
 
 def _keys(auth: AuthArgs, where: str) -> Iterator[Finding]:
-    """Reads the file of keys, which may exist on other machines only."""
+    """Reads the file of keys. It may be missing, since it may exist on other machines only."""
     try:
         auth.settings()
     except ValueError as problem:
-        yield warning(under(where, "keys_file"), f"On this machine: {problem}")
+        place = under(where, "keys_file")
+        if os.path.exists(auth.keys_file or ""):
+            yield error(place, str(problem))
+        else:
+            yield warning(place, f"On this machine: {problem}")
 
 
 def check_reach(config: dict[str, Any], application: dict[str, Any], where: str) -> Iterator[Finding]:

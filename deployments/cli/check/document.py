@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
+from deployments.cli.arguments import reason
 from deployments.cli.check.arguments import check_section, given, path_of
 from deployments.cli.check.findings import Finding, error, meant, under
 from deployments.config.schema import options, section_in
@@ -58,7 +59,7 @@ def read(file: Path) -> Document:
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeError) as problem:
-        raise Unreadable(f"{file} must be a readable text file. {type(problem).__name__}.") from None
+        raise Unreadable(f"{file} must be a readable text file: {reason(problem)}.") from None
     documents, findings = _parse(text, str(file))
     manifest = next((one for one in documents if one.get("kind") == "RayService"), None)
     if manifest is not None:
@@ -73,7 +74,7 @@ def _parse(text: str, name: str) -> tuple[list[dict[str, Any]], list[Finding]]:
         loader = _Loader(text)
         documents = list(_all(loader))
     except (ValueError, yaml.YAMLError) as problem:  # such as a date that there is not
-        raise Unreadable(f"{name} must be YAML: {problem}") from None
+        raise Unreadable(f"{name} must be YAML: {reason(problem)}.") from None
     if not documents or not all(isinstance(one, dict) for one in documents):
         raise Unreadable(f"{name} must be a mapping, as the files of deployments/configs are.")
     found = [error(key, f"It stands twice, on line {line} again: only the last counts.") for key, line in loader.twice]

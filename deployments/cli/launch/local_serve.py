@@ -5,7 +5,6 @@ It ends only the processes that it started; `ray stop` would end every Ray proce
 
 import contextlib
 import http.client
-import json
 import logging
 import os
 import shutil
@@ -16,7 +15,6 @@ import tempfile
 import threading
 import time
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
+from deployments.cli.arguments import reason
 from deployments.cli.launch import bytecode, haproxy, ray_env
+from deployments.cli.launch.example import example_of, get
 from deployments.cli.launch.listening_ports import listeners
 from deployments.cli.launch.model_check import ModelCheck
 from deployments.cli.launch.withheld_output import WithheldOutput
@@ -41,14 +41,6 @@ POLL_S, IDLE_S = 0.5, 10.0
 END_S = 30.0  # for requests in flight
 LOOPBACK, EVERY_INTERFACE = "127.0.0.1", ("0.0.0.0", "::")
 STARTED, REFUSED = 0, 1
-QUESTION = {  # in the built-in model's own form
-    "query": "Query: a red chair from Lisbon\nDocument: ",
-    "items": [
-        "A pine chair for reading, sturdy and red, made in Lisbon.\nRelevant:",
-        "A pine chair for reading, sturdy and blue, made in Lisbon.\nRelevant:",
-    ],
-    "labels": [" yes", " no"],
-}
 
 
 class CannotServe(ValueError):
@@ -135,11 +127,8 @@ def read(file: Path) -> dict[str, Any]:
     """Reads a config. A missing host becomes loopback; Serve's default is all interfaces. Raises CannotServe."""
     try:
         found = yaml.safe_load(file.read_text("utf-8"))
-    except yaml.MarkedYAMLError as error:
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if (mark := error.problem_mark) else ""
-        raise CannotServe(f"{file} must be a readable YAML file: {error.problem}{place}.") from None
     except (OSError, ValueError, yaml.YAMLError) as error:  # such as a date that there is not
-        raise CannotServe(f"{file} must be a readable YAML file: {error}") from None
+        raise CannotServe(f"{file} must be a readable YAML file: {reason(error)}.") from None
     if not isinstance(found, dict):
         raise CannotServe(f"{file} must be a mapping, as the files of deployments/configs are.")
     http = found.get("http_options") or {}
@@ -296,11 +285,9 @@ def taken(url: str) -> bool:
 
 
 def announce(url: str, seconds: float) -> None:
-    """Prints the URL, an example and the open ports of an application that is ready after so many seconds."""
+    """Prints the URL, an example that its model answers, and the open ports of an application that is ready."""
     print(
-        f"\nReady after {seconds:.0f} s at {url}\n"
-        f"  curl {url}/generative_scoring -H 'content-type: application/json' -d '{json.dumps(QUESTION)}'\n"
-        f"{_open_ports()}",
+        f"\nReady after {seconds:.0f} s at {url}\n  {example_of(url).command(url)}\n{_open_ports()}",
         flush=True,
     )
 
@@ -320,10 +307,9 @@ def _open_ports() -> str:
 
 
 def answers(url: str) -> bool:
-    """Says whether /readyz answers 200. Proxies of the environment are not used, as the server is on this machine."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    """Says whether /readyz answers 200."""
     try:
-        with opener.open(f"{url}/readyz", timeout=5) as answer:
+        with get(f"{url}/readyz") as answer:
             return bool(answer.status == 200)
     except (http.client.HTTPException, OSError):
         return False

@@ -14,7 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deployments.cli.api_key import api_key
+from deployments.cli.api_key import api_key, remedy
+from deployments.cli.arguments import integer, number
 from deployments.cli.progress import ProgressBar, duration
 from deployments.cli.score_files.client import GaveUp, Refusal, ServiceClient, in_order
 from deployments.cli.score_files.journal import Journal, JournalError
@@ -26,9 +27,10 @@ STDIN = Path("-")
 MAX_TIMEOUT_S = 86_400
 CHECKED = 16  # records that are looked at before the first request
 ALL_SCORED, SOME_FAILED, REFUSED, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130
-STATUSES = """exit status: 0 every item has a score; 1 some have an error instead; 2 the options, the input or the
-output are wrong, or the service refuses all items; 3 the service was unreachable for too long; 130 interrupted. After 3
-and 130, and after a kill at any moment, the same command continues where the output ends."""
+STATUSES = """The API key of a service with keys is read from ASSAY_API_KEY. exit status: 0 every item has a score; 1
+some have an error instead; 2 the options, the input or the output are wrong, or the service refuses all items; 3 the
+service was unreachable for too long; 130 interrupted. After 3 and 130, and after a kill at any moment, the same command
+continues where the output ends."""
 
 
 class ServiceRefused(Exception):
@@ -54,7 +56,7 @@ def add(commands: Any) -> None:
         "--output",
         type=Path,
         required=True,
-        help="one line a record, in the same order: .jsonl, .csv, .parquet, or - for JSONL on standard output",
+        help="one line a record, in the same order: .jsonl, .ndjson, .csv, .parquet, or - for JSONL on standard output",
     )
     option("--url", default="http://127.0.0.1:8000", help="the service (%(default)s)")
     option("--route", choices=sorted(ROUTES), default="generative_scoring", help="the route (%(default)s)")
@@ -104,7 +106,14 @@ class FileScorer:
             names = ", ".join(f"`{name}`" for name in first[0].fields) or "none"
             raise InputError(
                 f"None of the first {len(first)} records can be scored: {problems[0]} Fields of the first: {names}."
+                f"{self._about_query(first[0], problems[0] or '')}"
             )
+
+    def _about_query(self, record: InputRecord, problem: str) -> str:
+        """Names the options of the query where a record's problem is that it has none."""
+        if not problem.startswith(f"`{self.route.names.query}`") or self.route.query_of(record) is not None:
+            return ""
+        return " Give one query for all records with --query, or name its field with --query-field."
 
     def score(self, journal: Journal | Printed, progress: ProgressBar) -> None:
         """Scores what the journal does not have yet.
@@ -133,7 +142,7 @@ class FileScorer:
             except (ValueError, TypeError, KeyError) as error:
                 raise ServiceRefused(f"the service's answer is not one of {self.route.path}: {error}") from None
         if not self.route.of_items(answer):
-            raise ServiceRefused(f"{answer.message} ({answer.status} {answer.code})")
+            raise ServiceRefused(f"{answer.message} ({answer.status} {answer.code}){remedy(answer.status)}")
         if len(batch) == 1:
             return ScoredBatch([self.route.failed(batch[0], answer.code, answer.message)])
         half = len(batch) // 2
@@ -187,6 +196,8 @@ def _score(work: FileScorer, journal: Journal | Printed, progress: ProgressBar) 
         return _report(f"{error} {again}", UNFINISHED)
     except (ServiceRefused, InputError) as error:
         return _report(str(error), REFUSED)
+    except BrokenPipeError:  # the reader of standard output has gone
+        raise
     except OSError as error:  # from a file; errors of the connection are in GaveUp
         return _report(f"{error} {again}", UNFINISHED)
     except KeyboardInterrupt:
@@ -272,7 +283,7 @@ def _texts(text: str) -> tuple[str, ...]:
 
 
 def _ids(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(integer(part) for part in text.split(","))
 
 
 def _field(text: str) -> tuple[str, Any]:
@@ -283,21 +294,21 @@ def _field(text: str) -> tuple[str, Any]:
 
 
 def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= MAX_TIMEOUT_S:
+    found = number(text)
+    if not 0 < found <= MAX_TIMEOUT_S:
         raise argparse.ArgumentTypeError(f"must be in (0, {MAX_TIMEOUT_S}]. Given: {text}.")
-    return number
+    return found
 
 
 def _patience(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < math.inf:
+    found = number(text)
+    if not 0 <= found < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of seconds >= 0. Given: {text}.")
-    return number
+    return found
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1. Given: {number}.")
-    return number
+    found = integer(text)
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1. Given: {found}.")
+    return found

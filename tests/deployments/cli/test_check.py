@@ -1,7 +1,9 @@
 """assay check: seeded mistakes, each found where it is with words that name the remedy; and what is right passes."""
 
 import copy
+import hashlib
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -199,6 +201,32 @@ def test_a_seeded_mistake_is_found_and_the_remedy_named(
     assert found.good is (level != "error")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("keys: [", "must be YAML or JSON"),
+        ("[]", "must be a mapping with a list `keys`"),
+        ("keys: [{name: a, sha256: 12}]", "keys.0.sha256: It must be 64 hexadecimal digits in lower case."),
+    ],
+)
+def test_a_file_of_keys_that_exists_and_holds_none_is_an_error(
+    check: Check, text: str, words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    auth = {"mode": "keys", "keys_file": str(file)}
+    for changes, where in (
+        ({"args.auth": auth}, ARGS),
+        (
+            {"app.deployments": [{"name": "Ingress", "user_config": {"auth": auth}}]},
+            "applications[0].deployments[0].user_config",
+        ),
+    ):
+        [found] = check(with_(changes), with_model=False).findings
+        assert (found.level, found.where) == ("error", f"{where}.auth.keys_file")
+        assert words in found.message and not found.message.endswith("..")
+
+
 def test_the_table_of_mistakes_is_as_long_as_it_should_be() -> None:
     assert len(MISTAKES) >= 20 and len(OF_MODELS) >= 5
 
@@ -226,6 +254,23 @@ def test_a_secret_of_the_file_is_not_repeated(check: Check) -> None:
     key = "assay-sk-" + "x" * 40
     found = check(with_({"args.auth": {"mode": "keys", "keys": [{"name": "a", "sha256": key, "note": key}]}}))
     assert not found.good and not any(key in str(one) for one in found.findings)
+
+
+DOCS = CONFIGS.parents[1] / "docs"
+SHOWN = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in sorted(DOCS.rglob("*.md"))
+    for number, block in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text("utf-8"), re.M | re.S))
+    if re.search(r"^applications:", block, re.M)
+]
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_a_configuration_that_a_page_shows_is_served(check: Check, text: str) -> None:
+    """Digests are cut short there."""
+    text = re.sub(r"(?<=sha256: )\.\.\.|\w*…", lambda cut: hashlib.sha256(cut[0].encode()).hexdigest(), text)
+    found = check(text, with_model=False)
+    assert found.good, found.findings
 
 
 def test_a_good_config_has_nothing_to_say(check: Check) -> None:

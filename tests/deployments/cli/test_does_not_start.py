@@ -89,6 +89,11 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def keys_file(text: str) -> Config:
+    Path("keys.yaml").write_text(text)
+    return config_of({"auth": {"mode": "keys", "keys_file": "keys.yaml"}})
+
+
 BASE = json.dumps({"base_model_name_or_path": "org/base"})
 PROVOKED: dict[str, Callable[[], Config | str]] = {
     "yaml": lambda: "applications: [",
@@ -96,6 +101,9 @@ PROVOKED: dict[str, Callable[[], Config | str]] = {
     "typo": lambda: config_of({"engine": {"max_runing": 8}}),
     "range": lambda: config_of({"engine": {"max_running": 0}}),
     "open": lambda: config_of(host="0.0.0.0"),
+    "no keys": lambda: config_of({"auth": {"mode": "keys"}}),
+    "keys": lambda: keys_file("keys: [{name: team-a, sha256: 9f86d0}]"),
+    "keys yaml": lambda: keys_file("keys: ["),
     "nothing": lambda: config_of({"model": {"path": "models/none"}}),
     "pointer": lambda: model(pointer("model.safetensors")),
     "cut": lambda: model(cut),
@@ -154,7 +162,7 @@ def printed_by(config: Config | str, capsys: pytest.CaptureFixture[str]) -> list
     return capsys.readouterr().err.splitlines()
 
 
-@pytest.mark.full(keep=9)
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("name", PROVOKED)
 def test_a_start_that_is_refused_prints_the_line_of_the_page(
     name: str, starts_nothing: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -191,6 +199,15 @@ def test_weights_that_are_not_finite_print_the_line_of_the_page(starts_nothing: 
     assert line in shown(), line
 
 
+def test_cuda_on_a_machine_without_it_prints_the_line_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica finds it, since `assay check` may run on another machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError) as raised:
+        load_model(ModelConfig(path="builtin", device="cuda"), EngineConfig(kv_slots=64))
+    line = f"assay serve: {FILE} is not served: {type(raised.value).__name__}: {raised.value}"
+    assert line in shown(), line
+
+
 @pytest.mark.full
 def test_every_line_of_the_page_is_provoked(
     starts_nothing: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -201,4 +218,4 @@ def test_every_line_of_the_page_is_provoked(
         found |= set(printed_by(make(), capsys))
         shutil.rmtree("models", ignore_errors=True)
     others = [line for line in shown() if line.startswith("assay serve") and line not in found]
-    assert len(others) == 2  # the port and the weights, which have tests of their own
+    assert len(others) == 3  # the port, the weights and CUDA, which have tests of their own

@@ -221,6 +221,14 @@ def test_what_cannot_be_pulled_is_refused_with_its_reason(
     assert "Traceback" not in done.stderr and not (tmp_path / "model" / RECORD).exists()
 
 
+def test_a_host_that_cannot_be_reached_is_named(registry: Registry, tmp_path: Path) -> None:
+    address = registry.url
+    registry.close()
+    done = pull(registry, tmp_path / "model")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"assay pull: {address} cannot be reached: Connection refused.\nRun"), done.stderr
+
+
 def recorded(tmp_path: Path) -> Path:
     from engine.model.file_digests import record_of, write_record
 

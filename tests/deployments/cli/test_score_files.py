@@ -476,6 +476,24 @@ def test_a_wrong_field_stops_before_the_first_request(
     assert not service.bodies and not rows(tmp_path)
 
 
+def test_records_without_a_query_are_refused_with_the_options_of_the_query(
+    service: Any, score: Score, tmp_path: Path, capsys: Any
+) -> None:
+    assert score(write(tmp_path, {"item": "a"})) == 2
+    assert "with --query, or name its field with --query-field." in capsys.readouterr().err
+    assert not service.bodies
+    assert score(write(tmp_path, {"query": 1, "item": "a"}, name="other.jsonl")) == 2
+    assert "--query" not in capsys.readouterr().err
+
+
+def test_a_service_that_wants_a_key_is_answered_with_the_name_of_the_variable(
+    service: Any, score: Score, make_input: Any, capsys: Any
+) -> None:
+    service.script = lambda body: (401, {"error": {"code": "invalid_api_key", "message": "A key is needed."}}, {})
+    assert score(make_input(3)) == 2
+    assert "A key is needed. (401 invalid_api_key) Set ASSAY_API_KEY to a valid key.\n" in capsys.readouterr().err
+
+
 def test_the_summary_shows_the_first_error(service: Any, score: Score, tmp_path: Path, capsys: Any) -> None:
     source = write(tmp_path, {"query": "q", "item": "a"}, {"query": "q", "item": 5}, {"query": "q"})
     assert score(source, "--json") == 1

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import http
 import io
 import json
 import os
@@ -11,7 +12,9 @@ import statistics
 import subprocess
 import sys
 import threading
+import urllib.error
 from collections.abc import Awaitable, Callable, Iterator
+from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +24,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from deployments.cli.bench import load_generator, results
+from deployments.cli.bench import load_generator, results, runner
 from deployments.cli.bench.results import Table
 from deployments.cli.bench.runner import LoadTest
 from deployments.cli.bench.workloads import BenchRequest, ServedModel, score
@@ -275,6 +278,19 @@ def test_what_cannot_be_tested_is_refused(
     assert capsys.readouterr().err.startswith("assay bench: ")
     with pytest.raises(SystemExit):
         bench(service, "--rates", "0")
+
+
+@pytest.mark.parametrize(("status", "words"), [(401, "Set ASSAY_API_KEY to a valid key."), (404, "404 Not Found.")])
+def test_a_service_that_refuses_to_say_what_it_serves_is_refused(
+    status: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise urllib.error.HTTPError("", status, http.HTTPStatus(status).phrase, Message(), None)
+
+    monkeypatch.setattr(runner, "_get", refuse)
+    assert main(["bench", "--url", "http://127.0.0.1:9"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"assay bench: http://127.0.0.1:9 answers {status}") and said.endswith(f"{words}\n")
 
 
 def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(

@@ -280,7 +280,7 @@ def test_each_application_is_announced_once_ready_and_not_asked_before_it_runs(
     """Serve logs a look that it cannot answer yet as a client that left."""
     asked: list[str] = []
     called: list[int] = []
-    answers = [503, 503, 200]
+    answers = [503, 503, 200, 404]
 
     class Ready(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -311,9 +311,9 @@ def test_each_application_is_announced_once_ready_and_not_asked_before_it_runs(
             local_serve.follow(statuses, {"a": url}, "cpu.yaml", lambda: called.append(len(asked)))
         server.shutdown()
         thread.join()
-    assert called == [3]
-    assert asked == ["/readyz"] * 3 and seen == [0, 0, 0, 0, 1, 2]
-    assert f"curl {url}/generative_scoring" in capsys.readouterr().out
+    assert called == [4]
+    assert asked == [*["/readyz"] * 3, "/v1/models"] and seen == [0, 0, 0, 0, 1, 2]
+    assert f"curl {url}/v1/models\n" in capsys.readouterr().out
 
 
 TRACEBACK = """The deployment failed to start 1 times in a row. Error:
