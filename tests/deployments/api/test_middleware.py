@@ -283,7 +283,7 @@ async def test_a_client_that_does_not_read_its_answer_is_given_up(
 
     backend.script = b"x" * 500
     backend.fail = ApiError("overloaded", "Planted.") if body.get("prompt") == "fails" else None
-    app = build_api(backend, ByteTokenizer(), ApiSettings(stream=StreamArgs(read_timeout_s=0.02)), Recorder())
+    app: Any = build_api(backend, ByteTokenizer(), ApiSettings(stream=StreamArgs(read_timeout_s=0.02)), Recorder())
     request = wire_to(app, path, body, method=method)
     request.reading.clear()
     await asyncio.wait_for(request.task, 10)
@@ -293,7 +293,7 @@ async def test_a_client_that_does_not_read_its_answer_is_given_up(
 
 @pytest.mark.risk("R14", planted=True)
 async def test_without_that_limit_it_would_hold_its_place(backend: Any, wire_to: Any) -> None:
-    app = build_api(backend, ByteTokenizer(), ApiSettings(stream=StreamArgs(read_timeout_s=3600.0)))
+    app: Any = build_api(backend, ByteTokenizer(), ApiSettings(stream=StreamArgs(read_timeout_s=3600.0)))
     request = wire_to(app, "/v1/completions", {"prompt": "a"})
     request.reading.clear()
     await request.blocked.wait()
