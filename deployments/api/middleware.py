@@ -23,10 +23,10 @@ from deployments.api.request_context import (
     new_id,
     parse_timeout,
 )
-from deployments.api.shared_room import SharedRoom
 from deployments.api.sse import EventStream
 from deployments.api.tenant_threads import TENANT
 from deployments.auth.authenticator import AccessDenied, Authenticator
+from deployments.auth.usage import SharedRoom
 from deployments.config.settings import ApiSettings
 from deployments.errors import OPENAI_STATUSES, ApiError, Code, internal_error
 from deployments.malloc import LARGE_BYTES, TrimAfterLarge

@@ -1,10 +1,11 @@
-"""Meters the usage of each name, charges it, and limits requests in flight and tokens a minute.
+"""Meters the usage of each name, charges it, limits requests in flight and tokens a minute, and shares room out.
 
 Each ingress counts for itself and enforces its share.
 """
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ from engine.requests import (
 
 MINUTE_S = 60.0
 TOKENS = Costs(decode_token_cost=1)  # quotas count tokens: a generated one is one
+HELD_TO_FREE = 3  # a tenant gets more room while it holds less than so many times what is free
 REFUSED = frozenset((429, 503))  # nothing was computed
 UNLIMITED = contextlib.nullcontext()
 
@@ -147,6 +149,46 @@ class RateLimiter:
         if found is None:
             found = self._usage[name] = _Usage(self._per_minute(name) or 0.0, self._clock())
         return found
+
+
+class SharedRoom:
+    """Counts places, or bytes, by tenant. For one event loop.
+
+    Where several tenants share the room, one of them alone fills three quarters of it, two of them three sevenths each,
+    and so on: however many fill their parts, another one finds room. A tenant without others may fill it all.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._held: Counter[str] = Counter()
+        self.held = 0  # by all
+
+    def has(self, tenant: str, more: int, own: int = 0, *, shared: bool) -> bool:
+        """Says whether a tenant may hold more.
+
+        Args:
+            tenant: Who asks.
+            more: The amount that it wants.
+            own: The amount that the same request holds already. A request that has begun may fill what is free.
+            shared: Whether there are other tenants.
+        """
+        free = self._size - self.held
+        if more > free:
+            return False
+        others = self._held[tenant] - own
+        return not shared or not others or others < HELD_TO_FREE * (free + own)
+
+    def take(self, tenant: str, amount: int) -> None:
+        """Notes what a tenant holds from now on, after `has`."""
+        self._held[tenant] += amount
+        self.held += amount
+
+    def give_back(self, tenant: str, amount: int) -> None:
+        """Notes what a tenant no longer holds."""
+        self._held[tenant] -= amount
+        if not self._held[tenant]:
+            del self._held[tenant]
+        self.held -= amount
 
 
 class MeteredBackend:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.api.app import build_api
-from deployments.api.shared_room import SharedRoom
 from deployments.auth.authenticator import Authenticator, AuthSettings
+from deployments.auth.usage import SharedRoom
 from deployments.config.settings import ApiSettings
 from tests.deployments.auth.conftest import JSON, ask, key_of
 from tests.support.toy_model import ByteTokenizer
