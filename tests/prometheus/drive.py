@@ -4,7 +4,7 @@ models behind keys; `toy` is the fault-test model with a pool so small that rows
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import httpx
@@ -92,6 +92,7 @@ class Drive:
                 self._leaving(http),
                 self._strangers(http),
                 self._holding(),
+                self._uploading(http),
             )
 
     async def _round(self, post: Callable[[str, Json], Awaitable[None]], bodies: Iterable[tuple[str, Json]]) -> None:
@@ -138,6 +139,19 @@ class Drive:
                 with contextlib.suppress(httpx.TransportError):
                     await http.post(f"{self._assay}/v1/completions", json={"prompt": "a"}, headers=headers)
             await asyncio.sleep(1)
+
+    async def _uploading(self, http: httpx.AsyncClient) -> None:
+        """Bodies that come slowly: a body is in flight until it is read."""
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield b'{"prompt": [5, 6], "max_tokens": 2'
+            await asyncio.sleep(2)
+            yield b"}"
+
+        headers = {"content-type": "application/json"}
+        while time.monotonic() < self._end:
+            with contextlib.suppress(httpx.TransportError):
+                await http.post(f"{self._toys}/v1/completions", content=parts(), headers=headers)
 
     async def _holding(self) -> None:
         """A replica that stands still for a while: it misses scrapes and canaries."""
