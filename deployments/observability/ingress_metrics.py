@@ -119,7 +119,7 @@ class IngressMetrics:
         self._inflight = self._body_bytes = 0  # plain numbers: prometheus_client's own take a lock for each change
         about = "Requests that are being answered."
         gauge("assay_inflight_requests", about).set_function(lambda: self._inflight)
-        about = "Bytes of the bodies of these requests."
+        about = "Bytes of the bodies of these requests, until they are parsed."
         gauge("assay_inflight_body_bytes", about).set_function(lambda: self._body_bytes)
         self._streams = gauge("assay_open_streams", "Streams that are being written.")
         self._shards = histogram("assay_fanout_shards", "Shards of a scoring request.", SHARDS)
