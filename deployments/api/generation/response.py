@@ -334,7 +334,7 @@ async def _stream(run: GenerationRun, usage: bool, continuous: bool, write: Writ
                     size = run.prompt_size()
                     data = await handler.off_loop(size, _opening, run, reply.chunks, usage, continuous)
                 else:
-                    data = b"".join(_events(run, reply.chunks, usage, continuous))
+                    data = _events(run, reply.chunks, usage, continuous)
                 if data:
                     write(data)
                 if run.finished:
@@ -355,7 +355,7 @@ def _opening(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, c
     """
     events: list[bytes] = []
     maximum = left = run.handler.limits["max_answer_bytes"]
-    for one in _events(run, chunks, usage, continuous):
+    for one in _parts(run, chunks, usage, continuous):
         left -= len(one)
         if left < 0:
             raise answer_too_large(maximum)
@@ -363,13 +363,16 @@ def _opening(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, c
     return b"".join(events)
 
 
-def _events(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, continuous: bool) -> Iterator[bytes]:
-    """Makes the events of the chunks of one reply."""
+def _events(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, continuous: bool) -> bytes:
+    """Returns the events of the chunks of one reply."""
     if len(chunks) == 1 and not continuous and (added := run.push_text(chunks[0])) is not None:
         choice, text = added
-        if text:
-            yield run.text_event(choice, text, {"usage": None} if usage else None)
-        return
+        return run.text_event(choice, text, {"usage": None} if usage else None) if text else b""
+    return b"".join(_parts(run, chunks, usage, continuous))
+
+
+def _parts(run: GenerationRun, chunks: tuple[PromptChunk, ...], usage: bool, continuous: bool) -> Iterator[bytes]:
+    """Makes the events of chunks one after another."""
     found = [pair for item in chunks for pair in run.push(item)]
     more = {"usage": run.usage() if continuous else None} if usage or continuous else None
     for choice, delta in found:
