@@ -95,13 +95,14 @@ class IsolationGuard:
     def __init__(self) -> None:
         self.quarantine = Quarantine()
         self._isolated: IsolationLease | None = None
+        self._shared = IsolationLease(self, ())  # of all calls that are not isolated: it holds no place
 
     def admit(self, call: AnyCall) -> "IsolationLease":
         """Returns a lease to release. Raises EngineError QUARANTINED, or OVERLOADED while the place is taken."""
         if self.quarantine.holds(call):
             raise EngineError(ErrorCode.QUARANTINED, MESSAGE)
         if not common(call).isolated:
-            return IsolationLease(self, call)
+            return self._shared
         if self._isolated is not None:
             raise EngineError(ErrorCode.OVERLOADED, "Another request is being run alone.", ISOLATED)
         self._isolated = IsolationLease(self, call)
@@ -119,7 +120,7 @@ class IsolationLease:
 
     def __init__(self, guard: IsolationGuard, call: AnyCall) -> None:
         self._guard = guard
-        self._call: GenerateCall = call if isinstance(call, tuple) and call[0].isolated_tokens else ()
+        self._call: GenerateCall = call if isinstance(call, tuple) and call and call[0].isolated_tokens else ()
         self._tokens: dict[tuple[int, int], int] = {}  # by prompt and branch
         self._done: set[tuple[int, int]] = set()  # branches that the engine no longer isolates
 

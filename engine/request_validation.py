@@ -33,6 +33,7 @@ from gpu_sampler.sampling_params import (
 
 INT32 = np.dtype(np.int32)
 MAX_LABELS = 256
+FEW = 8  # ids that are read faster one by one
 MAX_INTERVAL = 2**31 - 1  # tokens
 MAX_TEXT = 1_024  # characters of a request id, a cache salt or a tenant
 ARRAYS: dict[type[EngineRequest], tuple[str, ...]] = {
@@ -88,14 +89,15 @@ def check_score(request: ScoreRequest, bounds: RequestLimits) -> Int64s:
         EngineError: names the field.
     """
     _check_common(request, ScoreRequest)
-    _check_ids("labels", request.labels, bounds.vocab_size)
-    if not 1 <= len(request.labels) <= MAX_LABELS:
-        raise _invalid("labels", f"{len(request.labels)} labels", f"1 to {MAX_LABELS} token ids")
-    if len(set(request.labels.tolist())) != len(request.labels):
+    labels = _array("labels", request.labels)
+    if not 1 <= len(labels) <= MAX_LABELS:
+        raise _invalid("labels", f"{len(labels)} labels", f"1 to {MAX_LABELS} token ids")
+    _check_ids("labels", labels, bounds.vocab_size)
+    if len(set(labels.tolist())) != len(labels):
         raise _invalid("labels", "an id given twice", "distinct token ids")
-    for name in ("full", "raw_logits"):
-        if not isinstance(getattr(request, name), bool):
-            raise _invalid(name, f"a {type(getattr(request, name)).__name__}", "a boolean")
+    for name, value in (("full", request.full), ("raw_logits", request.raw_logits)):
+        if not isinstance(value, bool):
+            raise _invalid(name, f"a {type(value).__name__}", "a boolean")
     if request.full and request.raw_logits:
         raise _invalid("raw_logits", "true beside `full`", "false, or true without `full`")
     return _check_rows(request, bounds, may_be_empty=len(request.prefix) > 0)
@@ -147,9 +149,9 @@ def _check_rows(request: RowsRequest, bounds: RequestLimits, *, may_be_empty: bo
     _check_ids("prefix", request.prefix, bounds.vocab_size)
     _check_ids("ids", request.ids, bounds.vocab_size)
     starts = _array("starts", request.starts)
-    lengths: Int64s = np.subtract(starts[1:], starts[:-1], dtype=np.int64)
+    lengths = _lengths(starts)
     shortest, longest = _extremes(lengths)
-    if shortest < 0 or starts[0] != 0 or starts[-1] != len(request.ids):
+    if shortest < 0 or starts.item(0) != 0 or starts.item(-1) != len(request.ids):
         raise _invalid("starts", f"{len(starts)} offsets", "offsets that rise from 0 to the number of ids")
     if shortest == 0 and not may_be_empty:
         where = "" if len(request.prefix) else " where there is no prefix"
@@ -220,10 +222,9 @@ def check_generate(request: GenerateRequest, bounds: RequestLimits, new_tokens: 
 def _check_common(request: EngineRequest, kind: type[EngineRequest]) -> None:
     if not isinstance(request, kind):
         raise _invalid("request", f"a {type(request).__name__}", f"a {kind.__name__}")
-    for field in ("request_id", "cache_salt", "tenant"):
-        value: Any = getattr(request, field)
-        if not isinstance(value, str) or len(value) > MAX_TEXT:
-            raise _invalid(field, f"a {type(value).__name__}", f"a string of at most {MAX_TEXT} characters")
+    _check_text("request_id", request.request_id)
+    _check_text("cache_salt", request.cache_salt)
+    _check_text("tenant", request.tenant)
     if isinstance(request.priority, bool) or not isinstance(request.priority, int) or abs(request.priority) > 2**31:
         raise _invalid("priority", f"a {type(request.priority).__name__}", "an integer in [-2^31, 2^31]")
     timeout_s: Any = request.timeout_s
@@ -231,6 +232,11 @@ def _check_common(request: EngineRequest, kind: type[EngineRequest]) -> None:
         raise _invalid("timeout_s", f"a {type(timeout_s).__name__}", "a number of seconds")
     if timeout_s <= 0:
         raise EngineError(ErrorCode.DEADLINE_EXCEEDED, "The deadline had passed on arrival.", "timeout_s")
+
+
+def _check_text(field: str, value: Any) -> None:
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        raise _invalid(field, f"a {type(value).__name__}", f"a string of at most {MAX_TEXT} characters")
 
 
 def _check_integer(field: str, value: Any, low: int, high: int | None) -> None:
@@ -249,9 +255,22 @@ def _array(field: str, value: Any) -> Int32s:
 
 def _check_ids(field: str, value: Any, vocab_size: int) -> None:
     ids = _array(field, value)
-    if len(ids) and np.maximum.reduce(ids.view(np.uint32)) >= vocab_size:  # a negative id reads as a large one
+    if len(ids) > FEW:
+        inside = np.maximum.reduce(ids.view(np.uint32)) < vocab_size  # a negative id reads as a large one
+    else:
+        inside = not len(ids) or 0 <= min(listed := ids.tolist()) <= max(listed) < vocab_size
+    if not inside:
         message = f"`{field}` must be made of token ids in [0, {vocab_size}). Given: {ids.min()} to {ids.max()}."
         raise EngineError(ErrorCode.INVALID_TOKEN_ID, message, field)
+
+
+def _lengths(starts: Int32s) -> Int64s:
+    """Returns the length of each row that begins where the one before ends. Most requests have one row."""
+    if len(starts) == 2:
+        first, last = starts.tolist()
+        return np.array((last - first,), np.int64)
+    found: Int64s = np.subtract(starts[1:], starts[:-1], dtype=np.int64)
+    return found
 
 
 def _extremes(lengths: Int64s) -> tuple[int, int]:

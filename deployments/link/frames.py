@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 
 HEADER = struct.Struct("<2sBBII")
 MAGIC = b"AL"
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 64 << 20
 MAX_HANDSHAKE_BYTES = 1024
 
@@ -32,7 +32,7 @@ class FrameKind(IntEnum):
     POOLING = 9  # client: a call
 
 
-KINDS = frozenset(int(kind) for kind in FrameKind)
+KINDS = {int(kind): kind for kind in FrameKind}
 
 
 class FrameError(ValueError):
@@ -40,11 +40,11 @@ class FrameError(ValueError):
 
 
 class LinkFrame(NamedTuple):
-    """Holds one frame as it came."""
+    """Holds one frame as it came, in memory of its own that may be written to."""
 
     kind: FrameKind
-    message: bytes
-    arrays: bytes
+    message: bytearray
+    arrays: bytearray
 
 
 def encode_frame(kind: FrameKind, message: bytes, arrays: bytes = b"") -> bytes:
@@ -73,23 +73,21 @@ class FrameReader:
         Raises:
             FrameError: the bytes are no frame, or it is too large.
         """
-        self._buffer += data
-        start = 0
+        buffer = self._buffer
+        buffer += data
+        start, fed = 0, len(buffer)
         try:
-            while len(self._buffer) - start >= HEADER.size:
+            while fed - start >= HEADER.size:
                 kind, message_bytes, array_bytes = self._header(start)
                 message_start = start + HEADER.size
                 arrays_start = message_start + message_bytes
                 end = arrays_start + array_bytes
-                if len(self._buffer) < end:
+                if fed < end:
                     return
                 start = end
-                view = memoryview(self._buffer)
-                frame = LinkFrame(kind, bytes(view[message_start:arrays_start]), bytes(view[arrays_start:end]))
-                view.release()
-                yield frame
+                yield LinkFrame(kind, buffer[message_start:arrays_start], buffer[arrays_start:end])
         finally:
-            del self._buffer[:start]
+            del buffer[:start]
 
     def _header(self, start: int) -> tuple[FrameKind, int, int]:
         magic, version, kind, message_bytes, array_bytes = HEADER.unpack_from(self._buffer, start)
@@ -97,12 +95,13 @@ class FrameReader:
             raise FrameError("A frame must begin with the link's magic bytes.")
         if version != VERSION:
             raise FrameError(f"The link's version must be {VERSION}. Given: {version}.")
-        if kind not in KINDS:
+        known = KINDS.get(kind)
+        if known is None:
             raise FrameError(f"The kind of a frame must be one of {sorted(KINDS)}. Given: {kind}.")
         size = HEADER.size + message_bytes + array_bytes
         if size > self.max_bytes:
             raise FrameError(f"A frame must be at most {self.max_bytes} bytes. Given: {size}.")
-        return FrameKind(kind), message_bytes, array_bytes
+        return known, message_bytes, array_bytes
 
 
 def refuse(frame: LinkFrame) -> NoReturn:

@@ -1,8 +1,9 @@
 """Encodes and decodes the messages of a link: MessagePack by msgspec, and arrays as they lie in memory.
 
-A message names the type and shape of each array where the array stands; the bytes of all arrays follow the message in
-the same order. Decoding checks every field against its annotation, and every array against its type, its dimensions and
-the bytes that are left, so that a hostile frame raises `FrameError` and allocates no more than its own size.
+A message names the type and shape of each array where the array stands: a list of both, or a number alone, the length
+of an int32 array of one dimension, as nearly all are. The bytes of all arrays follow the message in the same order.
+Decoding checks every field against its annotation, and every array against its type, its dimensions and the bytes that
+are left, so that a hostile frame raises `FrameError` and allocates no more than its own size.
 
 Requests travel as the classes of `engine.requests`, and the tokens of a step as the columns that the engine made: one
 step brings a token for each stream. Other chunks travel as columns too.
@@ -41,11 +42,13 @@ Float64s = npt.NDArray[np.float64]
 MAX_DIMENSIONS = 2
 DTYPES = tuple(np.dtype(name) for name in ("<i4", "<f4", "<f8", "u1", "?"))
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+INT32 = 0  # the code of int32
 FINISHES = (None, FinishReason.STOP, FinishReason.LENGTH)
 ABSENT = -1
 WIDE = ("top_ids", "top_logprobs", "chosen_logprobs")  # columns of a step with a width of their own
 MAX_NUMBER = 2**31 - 1  # of a call
 NO_LOAD = Load(0, 0.0)
+NO_BYTES = bytearray()
 M = TypeVar("M")
 
 
@@ -189,10 +192,13 @@ class NumberedChunk(NamedTuple):
 class MessageType(Generic[M]):
     """Encodes and decodes the messages of one class."""
 
-    def __init__(self, kind: FrameKind, message: type[M]) -> None:
+    def __init__(self, kind: FrameKind, message: type[M], *, copies: bool = False) -> None:
+        """`copies`: arrays are copies when they are decoded, for messages of many calls: none keeps the whole frame."""
         self._kind = kind
+        self._copies = copies
         self._sent: list[bytes] = []
-        self._received, self._taken = b"", 0  # the arrays of the frame that is decoded, and how many bytes were read
+        # The arrays of the frame that is decoded, and how many bytes were read.
+        self._received, self._taken = NO_BYTES, 0
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._put)
         self._decoder = msgspec.msgpack.Decoder(message, dec_hook=self._take)
 
@@ -227,29 +233,33 @@ class MessageType(Generic[M]):
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise FrameError(f"A {self._kind.name} frame must hold its message: {error}") from None
         finally:
-            self._received = b""
+            self._received = NO_BYTES
 
-    def _put(self, value: object) -> tuple[int, ...]:
+    def _put(self, value: object) -> int | tuple[int, ...]:
         if not isinstance(value, np.ndarray):
             raise TypeError(f"A message holds no {type(value).__name__}.")
         self._sent.append(value.tobytes())
-        return CODES[value.dtype], *value.shape
+        code, shape = CODES[value.dtype], value.shape
+        return shape[0] if code == INT32 and len(shape) == 1 else (code, *shape)
 
     def _take(self, kind: Any, value: object) -> npt.NDArray[Any]:
         dtype, code = _dtype_of(kind)
-        if type(value) is not list or not 2 <= len(value) <= 1 + MAX_DIMENSIONS or value[0] != code:
+        if type(value) is int and code == INT32:
+            shape = (value,)
+        elif type(value) is list and 2 <= len(value) <= 1 + MAX_DIMENSIONS and value[0] == code:
+            shape = tuple(value[1:])
+        else:
             raise FrameError(f"An array must name its type, {dtype.name}, and one or two lengths.")
-        shape, size = value[1:], dtype.itemsize
+        start, size = self._taken, dtype.itemsize
         for length in shape:
             if type(length) is not int or not 0 <= length <= MAX_FRAME_BYTES:
                 raise FrameError(f"A length of an array must be in [0, {MAX_FRAME_BYTES}].")
             size *= length
-        start = self._taken
         if size > len(self._received) - start:
             raise FrameError(f"An array must fit its frame. Given: {size} bytes of {len(self._received) - start}.")
         self._taken = start + size
-        # A copy: it may be written to, and does not keep the frame.
-        return np.ndarray(shape, dtype, self._received, start).copy()
+        found: npt.NDArray[Any] = np.ndarray(shape, dtype, self._received, start)
+        return found.copy() if self._copies else found
 
 
 _DTYPES_OF: dict[int, tuple[Any, tuple[np.dtype[Any], int]]] = {}  # by the id of an annotation, which is kept
@@ -272,7 +282,7 @@ LIKELIHOOD = MessageType(FrameKind.LIKELIHOOD, LikelihoodCall)
 POOLING = MessageType(FrameKind.POOLING, PoolingCall)
 GENERATE = MessageType(FrameKind.GENERATE, GenerationCall)
 CANCEL = MessageType(FrameKind.CANCEL, CancelCall)
-RESULTS = MessageType(FrameKind.RESULTS, Results)
+RESULTS = MessageType(FrameKind.RESULTS, Results, copies=True)
 
 
 def parts_of(chunks: Sequence[NumberedChunk | StepTokens]) -> list[ChunkColumns | StepPart]:

@@ -6,6 +6,7 @@ import tracemalloc
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -178,7 +179,28 @@ def test_requests_come_out_as_they_went_in() -> None:
     found = decoded(FRAMES[2])
     assert (found.number, found.epoch, found.streamed) == (3, 4, True)
     assert plain(found.requests[0]) == plain(GENERATE)
-    assert found.requests[0].prompt.flags.writeable and found.requests[0].prompt.flags.owndata is not None
+    assert found.requests[0].prompt.flags.writeable
+
+
+def test_ids_are_named_by_their_number_alone() -> None:
+    (frame,) = read(FRAMES[0])
+    assert msgspec.msgpack.decode(frame.message)[1]["ids"] == 3
+    for wrong, length in ((b"\xff", "must be in"), (b"\x05", "must fit"), (b"\x02", "used up")):
+        message = bytes(frame.message).replace(b"\xa3ids\x03", b"\xa3ids" + wrong)
+        with pytest.raises(FrameError, match=length):
+            messages.SCORE.decode(frame._replace(message=bytearray(message)))
+    (frame,) = read(messages.RESULTS.encode(Results(messages.NO_LOAD, [], [], [messages.LabelScoreAnswer(1, RESULT)])))
+    floats = bytes(frame.message).replace(b"\x93\x01\x01\x02", b"\x02")  # the code of float32, and both lengths
+    assert floats != frame.message
+    with pytest.raises(FrameError, match="float32"):
+        messages.RESULTS.decode(frame._replace(message=bytearray(floats)))
+
+
+def test_only_results_are_copied_out_of_their_frame() -> None:
+    request = decoded(FRAMES[0]).request
+    assert request.ids.flags.writeable and request.ids.base is not None
+    answer = decoded(messages.RESULTS.encode(Results(messages.NO_LOAD, [], [], [messages.LabelScoreAnswer(1, RESULT)])))
+    assert answer.answers[0].result.status.base is None
 
 
 def test_results_come_out_as_they_went_in() -> None:
@@ -285,9 +307,9 @@ def test_hostile_frames_are_refused_and_keep_no_memory(count: int) -> None:
 def test_a_reader_that_trusts_the_lengths_of_arrays_would_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def trusting(self: Any, kind: Any, value: Any) -> Any:
         self._received = memoryview(b"")
-        return np.zeros(value[1:], messages.DTYPES[value[0]])
+        return np.zeros(value, np.int32) if isinstance(value, int) else np.zeros(value[1:], messages.DTYPES[value[0]])
 
-    hostile = FRAMES[0].replace(b"\x92\x00\x03", b"\x92\x00\xce\x03\xff\xff\xff")  # 256 MiB of ids
+    hostile = FRAMES[0].replace(b"\xa3ids\x03", b"\xa3ids\xce\x03\xff\xff\xff")  # 256 MiB of ids
     _, _, kind, size, arrays = HEADER.unpack_from(hostile)
     hostile = HEADER.pack(MAGIC, VERSION, kind, size + 4, arrays) + hostile[HEADER.size :]
     assert outcome(hostile) == "refused"
