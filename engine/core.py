@@ -253,7 +253,8 @@ class EngineCore:
         try:
             if self._before_step is not None:
                 self._before_step(step)
-            self.runner.launch(step)
+            with garbage_collection.short_turns():
+                self.runner.launch(step)
             self._in_flight.append(step)
         except Exception as error:
             self._read_all()  # slots are released in the order of the steps
@@ -267,7 +268,8 @@ class EngineCore:
         """Waits for the oldest step in flight and applies its output."""
         step = self._in_flight.popleft()
         try:
-            output = None if step.result is None else step.result()
+            with garbage_collection.short_turns():
+                output = None if step.result is None else step.result()
         except Exception as error:
             self._fail_step(step, error)
             return

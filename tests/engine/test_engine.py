@@ -1,7 +1,9 @@
 """The engine end to end with the toy model: every answer is compared bit for bit."""
 
 import asyncio
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 
 from engine.config import SpeculationConfig
 from engine.requests import EngineError, ErrorCode, GenerateRequest, ScoreRequest
+from engine.utils import garbage_collection
 from tests.support import toy_model
 
 PROMPT = list(range(40, 57))
@@ -233,6 +236,42 @@ async def test_steps_on_a_cpu_run_in_inference_mode(make_rig: MakeRig, generate_
     await rig.run(generate_job(PROMPT, max_tokens=3))
     assert len(seen) >= 3
     assert all(seen)
+
+
+async def test_a_step_thread_gets_the_interpreter_sooner_while_it_launches_and_reads(
+    make_rig: MakeRig, generate_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded to 10 us, since Python keeps whole microseconds. A launch that fails leaves turns as they were."""
+    seen: dict[str, set[float]] = {"plan": set(), "launch": set(), "read": set()}
+
+    def note(when: str) -> None:
+        seen[when].add(round(sys.getswitchinterval(), 5))
+
+    rig = make_rig(before_step=lambda step: note("plan"))
+    launch = rig.engine.core.runner.launch
+
+    def noted_read(result: Callable[[], Any]) -> Any:
+        note("read")
+        return result()
+
+    def noted_launch(step: Any) -> None:
+        note("launch")
+        launch(step)
+        if step.result is not None:
+            step.result = partial(noted_read, step.result)
+
+    monkeypatch.setattr(rig.engine.core.runner, "launch", noted_launch)
+    await rig.run(generate_job(PROMPT, max_tokens=3))
+    turn, short = garbage_collection.TURN_S, garbage_collection.SHORT_TURN_S
+    assert seen == {"plan": {turn}, "launch": {short}, "read": {short}}
+
+    def fails(step: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(rig.engine.core.runner, "launch", fails)
+    with pytest.raises(EngineError):
+        await rig.run(generate_job(PROMPT, max_tokens=3))
+    assert round(sys.getswitchinterval(), 5) == turn
 
 
 async def test_one_hand_over_a_step_however_many_rows(make_rig: MakeRig, generate_job: MakeJob) -> None:
