@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Literal
 
@@ -28,7 +27,6 @@ log = logging.getLogger("ray.serve")
 CONNECT_S = 1.0
 MAX_UNSENT_BYTES = 64 << 20  # that a replica has not read: later calls take the handle
 MAX_OPEN_CALLS = 2048
-ENDS = 8  # calls that end in one round of the loop
 
 Loss = Literal["cut", "died", "unreachable"]
 
@@ -152,7 +150,6 @@ class Link(asyncio.Protocol):
         self._calls: dict[int, LinkCall | LinkStream] = {}
         self._number = 0
         self._unsent: list[bytes] = []
-        self._answers: deque[tuple[messages.Answer, Load]] = deque()  # of calls that end in the next rounds of the loop
         self.is_open = False
 
     @classmethod
@@ -211,9 +208,7 @@ class Link(asyncio.Protocol):
             self._transport.abort()
 
     def fail(self, cause: Loss) -> None:
-        """Ends all calls of a link that was lost, those that were answered with their answers."""
-        while self._answers:
-            self._finish(*self._answers.popleft())
+        """Ends all calls of a link that was lost."""
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.lose(cause)
@@ -329,18 +324,8 @@ class Link(asyncio.Protocol):
         for number, item in messages.chunks_of(results.chunks):
             if (call := self._calls.get(number)) is not None:
                 call.add(item, load)
-        waiting = bool(self._answers)
-        self._answers.extend((answer, load) for answer in results.answers)
-        if not waiting:
-            self._finish_some()
-
-    def _finish_some(self) -> None:
-        """Ends a few calls, and the next ones when the loop has gone round: hundreds may end together, and what follows
-        for each must not hold up all else."""
-        for _ in range(min(ENDS, len(self._answers))):
-            self._finish(*self._answers.popleft())
-        if self._answers:
-            self.loop.call_soon(self._finish_some)
+        for answer in results.answers:
+            self._finish(answer, load)
 
     def _finish(self, answer: messages.Answer, load: Load) -> None:
         if isinstance(answer, messages.CallFailure) and answer.prompt != messages.ABSENT:

@@ -195,58 +195,6 @@ async def test_what_is_sent_in_one_turn_travels_in_one_frame_back(start: Start, 
     link.close()
 
 
-async def most_ends_of_a_round(link: Link, service: Service, count: int) -> int:
-    """Has so many calls end in one frame; returns how many of them ended in one round of the loop."""
-    service.gate.clear()
-    began = len(service.began)
-    calls = [link.call(score(number), 0) for number in range(count)]
-    await until(lambda: len(service.began) == began + count)
-    service.gate.set()
-    most = done = 0
-    async with asyncio.timeout(10):
-        while done < count:
-            await asyncio.sleep(0)
-            ended = sum(call._reply.done() for call in calls)
-            most, done = max(most, ended - done), ended
-    replies: list[Any] = [await call for call in calls]
-    assert [reply.label_logprobs[0, 0] for reply in replies] == list(range(count))
-    return most
-
-
-async def test_calls_that_end_together_end_a_few_in_a_round_of_the_loop(start: Start, service: Service) -> None:
-    link = await opened((await start()).address)
-    assert 0 < await most_ends_of_a_round(link, service, 100) <= client.ENDS
-    link.close()
-
-
-async def test_calls_that_end_in_one_round_would_be_seen(
-    start: Start, service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usual = client.ENDS
-    monkeypatch.setattr(client, "ENDS", 1_000)
-    link = await opened((await start()).address)
-    assert await most_ends_of_a_round(link, service, 100) > usual
-    link.close()
-
-
-async def test_answers_that_have_come_survive_the_end_of_their_link(
-    start: Start, service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "ENDS", 1)
-    service.gate.clear()
-    link = await opened((await start()).address)
-    calls = [link.call(score(number), 0) for number in range(20)]
-    await until(lambda: len(service.began) == 20)
-    service.gate.set()
-    async with asyncio.timeout(10):
-        while len(link._answers) <= 10:
-            await asyncio.sleep(0)
-    link.close()
-    replies: list[Any] = await asyncio.gather(*calls)
-    assert [reply.label_logprobs[0, 0] for reply in replies] == list(range(20))
-    assert not link._answers and not link.is_open
-
-
 async def test_results_that_do_not_fit_one_frame_take_several_and_one_that_fits_none_fails_alone(
     start: Start, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
