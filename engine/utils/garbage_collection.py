@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 
 FULL_EVERY_S = 10.0  # between collections of everything
-TURN_S = 2e-3  # until a thread that wants the lock is given it
+TURN_S = 1e-3  # until a thread that wants the lock is given it
 SHORT_TURN_S = 1e-4  # the same, while a step thread launches a step or waits for one
 HELD_GENERATION = 2  # collected before objects are frozen: everything
 
