@@ -24,6 +24,9 @@ SCORE: list[tuple[str, Any, ErrorCode]] = [
     ("prefix", array(-1), ErrorCode.INVALID_TOKEN_ID),
     ("prefix", array(VOCAB), ErrorCode.INVALID_TOKEN_ID),
     ("prefix", array(2**31 - 1), ErrorCode.INVALID_TOKEN_ID),
+    ("prefix", array(*range(8), -1), ErrorCode.INVALID_TOKEN_ID),  # more ids are read in another way
+    ("prefix", array(*range(7), -(2**31)), ErrorCode.INVALID_TOKEN_ID),
+    ("prefix", array(VOCAB, *range(100)), ErrorCode.INVALID_TOKEN_ID),
     ("prefix", array(1, dtype=np.int64), ErrorCode.INVALID_VALUE),
     ("prefix", array(1).reshape(1, 1), ErrorCode.INVALID_VALUE),
     ("prefix", [1, 2], ErrorCode.INVALID_VALUE),
@@ -32,6 +35,8 @@ SCORE: list[tuple[str, Any, ErrorCode]] = [
     ("ids", np.array([1.0, np.nan, 2, 3]), ErrorCode.INVALID_VALUE),
     ("starts", array(0, 2), ErrorCode.INVALID_VALUE),
     ("starts", array(1, 4), ErrorCode.INVALID_VALUE),
+    ("starts", array(4, 0), ErrorCode.INVALID_VALUE),
+    ("starts", array(-(2**31), 2**31 - 1), ErrorCode.INVALID_VALUE),
     ("starts", array(0, 3, 2, 4), ErrorCode.INVALID_VALUE),
     ("starts", array(0, -5, 4), ErrorCode.INVALID_VALUE),
     ("starts", array(), ErrorCode.INVALID_VALUE),
