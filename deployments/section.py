@@ -1,5 +1,6 @@
 """Defines what all sections of a configuration file share: their base class, and the types of common fields."""
 
+import os
 import re
 from typing import Annotated
 
@@ -22,6 +23,13 @@ def matches(pattern: str, words: str) -> BeforeValidator:
 _check_name = matches(NAME, "It must be of 1 to 256 characters of ASCII, without spaces.")
 Name = Annotated[str, _check_name, Field(min_length=1, max_length=256, pattern=f"^{NAME}$")]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+
+
+def why_unreadable(error: OSError | UnicodeError) -> str:
+    """Says in words why a text file cannot be read, without its path or content."""
+    if isinstance(error, UnicodeError):
+        return "it is not UTF-8"
+    return "unknown" if error.errno is None else os.strerror(error.errno).lower()
 
 
 class Section(BaseModel):

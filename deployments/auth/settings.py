@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from deployments.auth.api_keys import KeyLimits
 from deployments.auth.authenticator import AuthSettings
 from deployments.auth.key_args import KeyArgs
-from deployments.section import Seconds, Section
+from deployments.section import Seconds, Section, why_unreadable
 
 Public = Literal["/healthz", "/readyz", "/health", "/version", "/metrics", "/openapi.json"]
 MAX_KEYS = 4096
@@ -95,7 +95,7 @@ def read_keys(file: Path) -> tuple[KeyArgs, ...]:
             raise ValueError(f"`auth.keys_file` must be at most {MAX_FILE_BYTES} bytes.")
         found = yaml.safe_load(file.read_text("utf-8"))
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"`auth.keys_file` must be a readable text file. {type(error).__name__}.") from None
+        raise ValueError(f"`auth.keys_file` must be a readable text file: {why_unreadable(error)}.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f" Line {mark.line + 1} is not."

@@ -31,7 +31,7 @@ from deployments.config.sections import (
 )
 from deployments.config.settings import ApiSettings, ChatSettings, SamplingDefaults
 from deployments.limits import Limits, WireLimits
-from deployments.section import Name, Section
+from deployments.section import Name, Section, why_unreadable
 from engine.config import EngineConfig, EngineOptions, SamplerConfig, SpeculationConfig
 from gpu_sampler.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingLimits
 from scoring.decisions import MAX_CODES
@@ -176,7 +176,7 @@ def _template_text(file: str | None) -> str | None:
     try:
         text = Path(file).read_text("utf-8")
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"`chat.template_file` must be a readable text file. {type(error).__name__}.") from error
+        raise ValueError(f"`chat.template_file` must be a readable text file: {why_unreadable(error)}.") from error
     if len(text) > MAX_TEMPLATE_CHARS:
         raise ValueError(f"`chat.template_file` must be at most {MAX_TEMPLATE_CHARS} characters. Given: {len(text)}.")
     return text

@@ -5,7 +5,7 @@ The string below a key is its description in docs/reference/configuration.md.
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -41,7 +41,8 @@ class ModelArgs(ModelConfig):
 
     @property
     def name(self) -> str:
-        return self.served_name or PurePath(self.path).name
+        last = PurePath(self.path).name
+        return self.served_name or (last if last not in ("", "..") else Path(self.path).resolve().name)
 
     @property
     def root(self) -> str:

@@ -26,11 +26,20 @@ class SamplingDefaults:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "SamplingDefaults":
-        """Reads the model's own values from `generation_config.json`. The defaults above fill what is missing."""
+        """Reads the model's own values from `generation_config.json`. The defaults above fill what is missing.
+
+        Raises:
+            ValueError: the file holds no JSON object.
+        """
         file = folder / "generation_config.json"
         if not file.is_file():
             return cls()
-        found = json.loads(file.read_text("utf-8"))
+        try:
+            found = json.loads(file.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"The model's generation_config.json must be JSON. {error}.") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"The model's generation_config.json must be a JSON object. Given: {found!r:.40}.")
         names = [item.name for item in fields(cls)]
         return cls(**{name: found[name] for name in names if found.get(name) is not None})
 

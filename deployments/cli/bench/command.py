@@ -61,6 +61,8 @@ def run(given: argparse.Namespace) -> int:
         _agree(given)
         target = load_generator.Target(given.url.rstrip("/"), api_key(), given.timeout)
         model, server = runner.served(target)
+        if given.out is not None:
+            _check_out(given.out)
         table = Table(None if given.no_table else sys.stderr)
         work = runner.LoadTest(target=target, model=model, given=given, table=table)
         status = _until_done_or_interrupted(work.run)
@@ -76,6 +78,16 @@ def _agree(given: argparse.Namespace) -> None:
         raise ValueError("`--rates` and `--concurrency` exclude each other. Given: both.")
     if given.runs < 1:
         raise ValueError(f"`--runs` must be >= 1. Given: {given.runs}.")
+
+
+def _check_out(file: Path) -> None:
+    """Raises ValueError for results that could not be written at the end."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab"):
+            pass
+    except OSError as error:
+        raise ValueError(f"`--out` must be a file that can be written. Given: {file}: {error.strerror}.") from None
 
 
 def _until_done_or_interrupted(work: Callable[[], Coroutine[Any, Any, None]]) -> int:

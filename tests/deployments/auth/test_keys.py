@@ -105,7 +105,7 @@ def test_a_key_in_the_wrong_place_is_not_repeated_in_the_error(entry: dict[str, 
     ("text", "words"),
     [
         (b"keys: [\n" + SECRET.encode() + b": }", "must be YAML or JSON. Line 2"),
-        (b"\xff\xfe" + SECRET.encode(), "readable text file. UnicodeDecodeError"),
+        (b"\xff\xfe" + SECRET.encode(), "readable text file: it is not UTF-8."),
         (b"- " + SECRET.encode(), "mapping with a list `keys`"),
         (b"", "mapping with a list `keys`"),
         (b"keys: []\nmode: keys", "mode"),
@@ -122,7 +122,7 @@ def test_a_file_that_cannot_be_used_is_named_and_not_shown(text: bytes, words: s
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match="FileNotFoundError"):
+    with pytest.raises(ValueError, match="readable text file: no such file or directory"):
         AuthArgs(mode="keys", keys_file="/nowhere/keys.yaml").settings()
 
 

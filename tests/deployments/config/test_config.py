@@ -97,7 +97,7 @@ def test_a_chat_template_comes_from_a_file_that_is_read_at_the_start(tmp_path: P
     chat = args.api_settings(SamplingDefaults(), {}).chat
     assert (chat.template, chat.template_flags, chat.expose_template) == ("{{ messages }} é", ("think",), False)
     file.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="UnicodeDecodeError"):
+    with pytest.raises(ValueError, match="it is not UTF-8"):
         args.api_settings(SamplingDefaults(), {})
     file.write_text("x" * ((1 << 20) + 1))
     with pytest.raises(ValueError, match="1048577"):
@@ -149,6 +149,20 @@ def test_a_default_that_no_request_may_have_is_refused_unless_the_operator_sets_
         AppArgs().api_settings(own, {})
     settings = AppArgs.model_validate({"sampling": dict.fromkeys(given, 1)}).api_settings(own, {})
     assert settings.sampling == SamplingDefaults(**dict.fromkeys(given, 1))
+
+
+@pytest.mark.parametrize(("text", "words"), [("[1, 2]", r"a JSON object\. Given: \[1, 2\]"), ("{", "JSON")])
+def test_a_file_of_defaults_that_holds_none_is_named(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"generation_config\.json must be {words}"):
+        SamplingDefaults.from_folder(tmp_path)
+
+
+def test_a_model_in_the_current_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (".", "./"):
+        assert AppArgs.model_validate({"model": {"path": path}}).model.name == tmp_path.name
+    assert AppArgs.model_validate({"model": {"path": ".."}}).model.name == tmp_path.parent.name
 
 
 def test_a_model_folder_is_shown_by_its_last_part_only() -> None:

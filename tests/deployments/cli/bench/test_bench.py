@@ -280,6 +280,15 @@ def test_what_cannot_be_tested_is_refused(
         bench(service, "--rates", "0")
 
 
+def test_results_that_cannot_be_written_are_refused_before_the_test(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path, tmp_path / "file" / "bench.json"):
+        assert bench(service, "--rates", "40", "--out", str(out)) == 2
+        assert "`--out` must be a file that can be written. Given: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("status", "words"), [(401, "Set ASSAY_API_KEY to a valid key."), (404, "404 Not Found.")])
 def test_a_service_that_refuses_to_say_what_it_serves_is_refused(
     status: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
