@@ -5,11 +5,11 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.support.h200 import DECODE_S
+from benchmarks.support.h200 import DECODE_S, TOKEN_S
 from deployments.config.app_args import AppArgs
 from deployments.protocol import GenerateReply
 from deployments.replica.replica import ReplicaServer
-from engine.requests import GenerateRequest
+from engine.requests import GenerateRequest, ScoreRequest, ScoreResult
 from gpu_sampler.sampling_params import SamplingParams
 
 NEW = 30
@@ -36,5 +36,13 @@ async def test_a_replica_runs_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> N
         assert isinstance(reply, GenerateReply), reply
         busy_s = model.clock.busy_s - busy_s
         assert min(busy_s, seconds) > (NEW - 1) * DECODE_S
+        ids = np.tile(prompt, 200)
+        rows = {"prefix": prompt[:0], "ids": ids, "starts": np.array([0, len(ids)], np.int32)}
+        busy_s, began = model.clock.busy_s, time.perf_counter()
+        for number in range(5):
+            scores = await replica.score(ScoreRequest(request_id=f"s{number}", labels=prompt[:2], **rows))
+            assert isinstance(scores, ScoreResult), scores
+        seconds = time.perf_counter() - began
+        assert min(model.clock.busy_s - busy_s, seconds) > 5 * (DECODE_S + TOKEN_S * (len(ids) - len(prompt)))
     finally:
         replica.stop()
