@@ -37,11 +37,11 @@ async def test_a_replica_runs_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> N
         busy_s = model.clock.busy_s - busy_s
         assert min(busy_s, seconds) > (NEW - 1) * DECODE_S
         ids = np.tile(prompt, 200)
-        rows = {"prefix": prompt[:0], "ids": ids, "starts": np.array([0, len(ids)], np.int32)}
+        starts = np.array([0, len(ids)], np.int32)
         busy_s, began = model.clock.busy_s, time.perf_counter()
         for number in range(5):
-            scores = await replica.score(ScoreRequest(request_id=f"s{number}", labels=prompt[:2], **rows))
-            assert isinstance(scores, ScoreResult), scores
+            request = ScoreRequest(request_id=f"s{number}", prefix=ids[:0], ids=ids, starts=starts, labels=ids[:2])
+            assert isinstance(await replica.score(request), ScoreResult)
         seconds = time.perf_counter() - began
         assert min(model.clock.busy_s - busy_s, seconds) > 5 * (DECODE_S + TOKEN_S * (len(ids) - len(prompt)))
     finally:
