@@ -89,10 +89,9 @@ def check_score(request: ScoreRequest, bounds: RequestLimits) -> Int64s:
         EngineError: names the field.
     """
     _check_common(request, ScoreRequest)
-    labels = _array("labels", request.labels)
+    labels = _check_ids("labels", request.labels, bounds.vocab_size)
     if not 1 <= len(labels) <= MAX_LABELS:
         raise _invalid("labels", f"{len(labels)} labels", f"1 to {MAX_LABELS} token ids")
-    _check_ids("labels", labels, bounds.vocab_size)
     if len(set(labels.tolist())) != len(labels):
         raise _invalid("labels", "an id given twice", "distinct token ids")
     for name, value in (("full", request.full), ("raw_logits", request.raw_logits)):
@@ -253,7 +252,8 @@ def _array(field: str, value: Any) -> Int32s:
     return value
 
 
-def _check_ids(field: str, value: Any, vocab_size: int) -> None:
+def _check_ids(field: str, value: Any, vocab_size: int) -> Int32s:
+    """Returns the ids, i32 [n]. Raises EngineError unless all are in the vocabulary."""
     ids = _array(field, value)
     if len(ids) > FEW:
         inside = np.maximum.reduce(ids.view(np.uint32)) < vocab_size  # a negative id reads as a large one
@@ -262,6 +262,7 @@ def _check_ids(field: str, value: Any, vocab_size: int) -> None:
     if not inside:
         message = f"`{field}` must be made of token ids in [0, {vocab_size}). Given: {ids.min()} to {ids.max()}."
         raise EngineError(ErrorCode.INVALID_TOKEN_ID, message, field)
+    return ids
 
 
 def _lengths(starts: Int32s) -> Int64s:
