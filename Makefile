@@ -55,7 +55,7 @@ endif
 # with windows and soft caps themselves.
 test-gpu: $(if $(AS_IT_IS),,$(VENV)/.test)
 	@if [ -z "$(TESTS)" ] && $(GPU_RUN) -c '$(HAS_FLASHINFER)'; then \
-		$(GPU_RUN) -m engine.warmup.precompile_flashinfer --sampling & \
+		$(GPU_RUN) -m engine.warmup.precompile_flashinfer --sampling --urgent & \
 	fi; \
 	OMP_NUM_THREADS=2 $(GPU_RUN) -m pytest -q -p tests.gpus -m gpu -n auto --dist worksteal $(GPU_OPTIONS) \
 		--outcomes $(OUTCOMES) $(RESUME:%=--resume %) $(or $(TESTS),$(GPU_TESTS)); \

@@ -115,15 +115,21 @@ def _compilers_a_module(files: Sequence[int], most: int) -> int:
     return max(fitting, default=1)
 
 
-def build(named: Sequence[tuple[str, Any]], processes: int) -> list[str]:
-    """Compiles modules, `processes` concurrently, and prints a line as each ends. Returns the names of failed ones."""
+def build(named: Sequence[tuple[str, Any]], processes: int, *, all_urgent: bool = False) -> list[str]:
+    """Compiles modules, `processes` concurrently, and prints a line as each ends. Returns the names of failed ones.
+
+    `all_urgent`: those that no start waits for do not give way to other processes either.
+    """
     concurrent = max(1, min(processes, len(named)))
     files = sorted((len(module.sources) for _, module in named), reverse=True)[:concurrent]
     os.environ.setdefault("MAX_JOBS", str(_compilers_a_module(files, COMPILERS_A_CORE * cores())))
     failed = []
     with ThreadPoolExecutor(concurrent) as threads:
         ordered = sorted(named, key=_is_for_later)
-        names = {threads.submit(_build, module, _is_for_later((name, module))): name for name, module in ordered}
+        names = {
+            threads.submit(_build, module, _is_for_later((name, module)) and not all_urgent): name
+            for name, module in ordered
+        }
         for done in as_completed(names):
             name, built = names[done], done.result()
             if built.error is None:

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"Nothing was compiled: {error}.", file=sys.stderr)
         return 2
-    return 1 if build(lacking, given.processes) else 0
+    return 1 if build(lacking, given.processes, all_urgent=given.urgent) else 0
 
 
 def shapes_of(config: Mapping[str, Any], dtypes: Sequence[str] | None) -> list[ModuleShape]:
@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", action="store_true", help="for models with sliding windows")
     parser.add_argument("--softcap", action="store_true", help="for models that cap their attention logits")
     parser.add_argument("--sampling", action="store_true", help="for `sampler.backend: flashinfer`")
+    parser.add_argument("--urgent", action="store_true", help="do not give way to others, as tests that wait for all")
     processes = min(cores(), MAX_CONCURRENT_BUILDS)
     parser.add_argument("--processes", type=within(1, 256), default=processes, help="modules that compile concurrently")
     return parser

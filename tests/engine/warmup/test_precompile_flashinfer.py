@@ -211,15 +211,17 @@ def test_a_folder_that_cannot_be_read_is_named(
     assert words in said and str(tmp_path) in said and not built
 
 
+@pytest.mark.parametrize("urgent", [False, True])
 def test_compilers_of_what_no_start_waits_for_give_way_to_the_others(
-    built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, urgent: bool
 ) -> None:
     monkeypatch.setattr(Spec, "awaited", threading.Barrier(5))  # each in a thread of its own
-    assert precompile_flashinfer.main(["--head-dims", "128", "--processes", "5"]) == 0
+    assert precompile_flashinfer.main(["--head-dims", "128", "--processes", "5", *["--urgent"] * urgent]) == 0
     own = os.getpriority(os.PRIO_PROCESS, 0)
     levels = {module[1] if "prefill" in module[0] else module[0]: level for module, level in Spec.levels}
     later = {levels.pop(name) for name in ("fa3", "gen_cascade_module")}
-    assert later == {max(own, flashinfer_modules.LATER_NICENESS)} and len(levels) == 3
+    given = flashinfer_modules.NICENESS if urgent else flashinfer_modules.LATER_NICENESS
+    assert later == {max(own, given)} and len(levels) == 3
     assert set(levels.values()) == {max(own, flashinfer_modules.NICENESS)}
 
 
