@@ -100,6 +100,9 @@ def _in_ingress() -> bool:
 class FairTurns:
     """Lets requests begin one after another, tenants in turn, as fast as the event loop can follow.
 
+    While there is one tenant alone, a few of its requests may begin together: what they send goes in one write, and
+    comes to another process together.
+
     A loop runs what is ready in the order in which it came. Where one tenant sends hundreds of requests together, the
     first thing that another one sends waits until the loop has begun all of them, and no queue behind it can make up
     for that. Here the loop begins one request, goes round a few times, which is what the beginning of a request takes,
@@ -110,10 +113,11 @@ class FairTurns:
     keeps the others in the queues here. It costs messages, so it is low only while there are others.
     """
 
-    def __init__(self, max_ahead: float = math.inf, shared_ahead: float = math.inf) -> None:
+    def __init__(self, max_ahead: float = math.inf, shared_ahead: float = math.inf, together: int = 1) -> None:
         """`max_ahead`: requests that begin here before `passed` is called for one of them; `shared_ahead`: while
-        requests of several tenants come."""
+        requests of several tenants come; `together`: how many begin together while those of one tenant come."""
         self._bounds = max_ahead, min(max_ahead, shared_ahead)
+        self._together = together
         self._ahead = 0
         self._last: Hashable = None  # the tenant that came last
         self._shared_until = -math.inf  # on the loop's clock
@@ -184,10 +188,11 @@ class FairTurns:
         elif self._begin_next():
             self._wait_rounds(loop)
 
-    def _begin_next(self) -> bool:
-        """Gives the next tenant's first request its turn. Returns whether there is one that may begin, and whose client
-        still waits."""
-        while self._queues and self._ahead < self._max_ahead:
+    def _begin_next(self) -> int:
+        """Gives the next tenant's first requests their turns. Returns how many begin: those that may, and whose clients
+        still wait."""
+        begun, most = 0, 1 if self.shared else self._together
+        while self._queues and begun < most and self._ahead < self._max_ahead:
             tenant, queue = self._queues.popitem(last=False)
             turn = queue.popleft()
             if queue:
@@ -195,8 +200,8 @@ class FairTurns:
             if not turn.done():  # else its client has left
                 self._ahead += 1
                 turn.set_result(None)
-                return True
-        return False
+                begun += 1
+        return begun
 
 
 class KnownKeys:

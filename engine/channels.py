@@ -132,11 +132,25 @@ class CallQueue:
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
         self._ready = threading.Event()
+        self._waker: asyncio.AbstractEventLoop | None = None  # wakes the step thread in its next round
 
     def post(self, call: Callable[[], None]) -> None:
         """Adds a call and wakes the step thread."""
         self._calls.append(call)
         if not self._ready.is_set():  # `take` clears it before it looks for calls
+            self._ready.set()
+
+    def post_with_others(self, call: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+        """Adds a call from the thread of an event loop, and wakes the step thread in the loop's next round: calls that
+        come together are in one step, and each costs no change of threads."""
+        self._calls.append(call)
+        if self._waker is not loop:
+            self._waker = loop
+            loop.call_soon(self._wake)
+
+    def _wake(self) -> None:
+        self._waker = None
+        if self._calls and not self._ready.is_set():
             self._ready.set()
 
     def take(self) -> list[Callable[[], None]]:

@@ -341,7 +341,7 @@ class Engine:
 
     def _enter(self, state: GenerationState | ScoringState) -> None:
         """Sends a request to the step thread."""
-        self.core.calls.post(lambda: self.core.tracker.add(state))
+        self.core.calls.post_with_others(lambda: self.core.tracker.add(state), state.results.loop)
         self.core.tracker.callers[state.arrival] = state
         if not self.healthy:  # it has ended since the request was checked, and may have taken its last calls
             state.results.loop.call_soon(state.results.put, lost(state))

@@ -27,7 +27,7 @@ from deployments.auth.authenticator import Authenticator
 from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError, as_api_error, from_validation, internal_error, unsupported
 from deployments.malloc import TrimAfterLarge
-from deployments.observability.ingress_metrics import IngressMetrics, Stage, StageTimer
+from deployments.observability.ingress_metrics import IngressMetrics
 from deployments.protocol import Backend, ModelCard
 from deployments.time_limit import TimeLimit
 from engine.model.heads.info import HeadInfo, HeadKind
@@ -159,7 +159,7 @@ class RequestHandler:
         **kwargs: P.kwargs,
     ) -> T:
         """Runs `call` off the loop. Raises ApiError if the deadline of `limit_s` passes before a thread is free."""
-        with self.stage("tokenize"):
+        with self.observer.timed("tokenize"):
             return await self._within(context, limit_s, size, call, *args, **kwargs)
 
     async def parse(self, context: RequestContext, model: type[B], limit_s: float) -> B:
@@ -170,7 +170,7 @@ class RequestHandler:
         Raises:
             ApiError: The body is not valid JSON, a field is wrong, or the route lacks a field that changes answers.
         """
-        with self.stage("parse"):
+        with self.observer.timed("parse"):
             data, context.body = context.body, b""  # not kept for the rest of the request
             body = await self._within(context, limit_s, context.body_bytes, self._parse, data, model)
             if context.body_read is not None:
@@ -199,10 +199,6 @@ class RequestHandler:
         """
         return Deadline(context.timeout_s(default_s), context.limit_s(default_s))
 
-    def stage(self, name: Stage) -> StageTimer:
-        """Returns a block that reports to the observer how long it took, if it raises nothing."""
-        return StageTimer(self.observer.stage, name)
-
     def report_compute(self, context: RequestContext, queue_s: float, compute_s: float, head_s: float) -> None:
         """Reports the seconds that a scoring request took on a replica. `head_s` is part of `compute_s`."""
         context.timings(queue_s, compute_s)
@@ -212,7 +208,7 @@ class RequestHandler:
 
     def json(self, context: RequestContext, body: object, status: int = 200) -> Response:
         """Returns a JSON response. NaN and infinity become null. For small bodies: it runs on the event loop."""
-        with self.stage("encode"):
+        with self.observer.timed("encode"):
             data = to_json(body, inf_nan_mode="null")
         return Response(data, status, media_type="application/json")
 
@@ -229,7 +225,7 @@ class RequestHandler:
         """
         if size <= OFF_LOOP_BYTES:
             return self.json(context, make())
-        with self.stage("encode"):
+        with self.observer.timed("encode"):
             maximum = self.limits["max_answer_bytes"]
             try:
                 pieces = await self.in_thread(lambda: encode(make(), maximum))
@@ -348,11 +344,11 @@ def undeclared_fields(body: Body, refused: Mapping[str, Neutral], prefix: str = 
             names += [prefix + name] if prefix or name not in HARMLESS else []
         elif not is_neutral(value, refused[name]):
             raise unsupported(prefix + name, "is not supported by this route")
-    given = body.model_fields_set
-    for name, value in body.__dict__.items():  # the declared fields, in their order
-        if name in given and _has_bodies(value):
-            for at, part in _parts(value, prefix + name):
-                names += undeclared_fields(part, part.refused_fields, f"{at}.")
+    declared = body.__dict__
+    nested = {name for name in body.model_fields_set if _has_bodies(declared.get(name))}
+    for name in filter(nested.__contains__, declared) if nested else ():  # in the order in which they are declared
+        for at, part in _parts(declared[name], prefix + name):
+            names += undeclared_fields(part, part.refused_fields, f"{at}.")
     return names
 
 

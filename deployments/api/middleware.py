@@ -37,6 +37,7 @@ from deployments.time_limit import TimeLimit
 log = logging.getLogger("assay.http")
 Answer = Callable[[RequestContext, Receive], Awaitable[Response]]
 PERIOD_S = 1.0
+TOGETHER = 8  # requests that begin in one round of the event loop while all are of one key
 SHED: frozenset[Code] = frozenset(
     ("overloaded", "quota_exceeded", "deadline_exceeded", "draining", "not_ready", "no_replica")
 )
@@ -105,7 +106,7 @@ class RequestMiddleware:
         self._places = SharedRoom(settings.max_inflight_requests)  # of requests in flight with a body
         self._bytes = SharedRoom(settings.max_inflight_body_bytes)  # of bodies, until they are parsed
         self._refusals = RefusalLog()
-        self._turns, self._answer_turns = FairTurns(), FairTurns()
+        self._turns, self._answer_turns = FairTurns(together=TOGETHER), FairTurns()
         self._memory = TrimAfterLarge()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -113,34 +113,32 @@ class LoopHistogram(Collector):
         """
         self.name, self.label = name, label
         self._help, self._bounds = help, tuple(bounds)
-        self._counts: dict[str, list[int]] = {}  # by value of the label
-        self._sums: dict[str, float] = {}
+        self._series: dict[str, list[float]] = {}  # by value of the label: the counts of its buckets, and their sum
         if not label:
             self.add_series("")
         registry.register(self)
 
-    def add_series(self, value: str) -> list[int]:
-        """Makes the series of a value of the label, if it is new; returns the counts of its buckets."""
-        self._sums.setdefault(value, 0.0)
-        return self._counts.setdefault(value, [0] * (len(self._bounds) + 1))
+    def add_series(self, value: str) -> list[float]:
+        """Makes the series of a value of the label, if it is new; returns the counts of its buckets, and their sum."""
+        return self._series.setdefault(value, [*[0] * (len(self._bounds) + 1), 0.0])
 
     def observe(self, number: float, value: str = "") -> None:
         """Counts a number under a value of the label."""
-        counts = self._counts.get(value) or self.add_series(value)
-        counts[bisect_left(self._bounds, number)] += 1
-        self._sums[value] += number
+        series = self._series.get(value) or self.add_series(value)
+        series[bisect_left(self._bounds, number)] += 1
+        series[-1] += number
 
     def observe_all(self, numbers: npt.NDArray[np.floating], value: str = "") -> None:
         """Counts `numbers`, [N], all finite."""
-        counts = self.add_series(value)
+        series = self.add_series(value)
         places = np.searchsorted(self._bounds, numbers, "left")
         for bucket, count in enumerate(np.bincount(places).tolist()):
-            counts[bucket] += count
-        self._sums[value] += float(numbers.sum(dtype=np.float64))
+            series[bucket] += count
+        series[-1] += float(numbers.sum(dtype=np.float64))
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metric."""
-        totals = {value: (counts, self._sums[value]) for value, counts in self._counts.items()}
+        totals = {value: (series[:-1], series[-1]) for value, series in self._series.items()}
         yield histogram(self.name, self._help, self._bounds, totals, self.label)
 
 
@@ -148,7 +146,7 @@ def histogram(
     name: str,
     help: str,
     bounds: Sequence[float],
-    totals: Mapping[str, tuple[Sequence[int], float]],
+    totals: Mapping[str, tuple[Sequence[float], float]],
     label: str,
 ) -> Metric:
     """Makes a histogram from counts that are kept elsewhere.

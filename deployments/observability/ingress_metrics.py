@@ -78,13 +78,13 @@ class LoopLagMonitor(PeriodicTask):
 
 
 class StageTimer:
-    """Reports the time of a `with` block as a stage of a request, unless the block raises."""
+    """Counts the time of a `with` block as a stage of a request, unless the block raises."""
 
-    __slots__ = ("_report", "_stage", "_started")
+    __slots__ = ("_observe", "_stage", "_started")
 
-    def __init__(self, report: Callable[[Stage, float], None], stage: Stage) -> None:
-        self._report = report
-        self._stage: Stage = stage
+    def __init__(self, observe: Callable[[float, str], None], stage: Stage) -> None:
+        self._observe = observe
+        self._stage = stage
 
     def __enter__(self) -> None:
         self._started = time.perf_counter()
@@ -93,7 +93,7 @@ class StageTimer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self._report(self._stage, time.perf_counter() - self._started)
+            self._observe(time.perf_counter() - self._started, self._stage)
 
 
 class IngressMetrics:
@@ -191,7 +191,7 @@ class IngressMetrics:
 
     def timed(self, stage: Stage) -> "StageTimer":
         """Returns a block whose time counts as a stage, unless the block raises."""
-        return StageTimer(self.stage, stage)
+        return StageTimer(self._stages.observe, stage)
 
     def first_token(self, route: str, seconds: float) -> None:
         """Counts the time to a request's first token."""

@@ -4,6 +4,7 @@ import asyncio
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from deployments import proxy_middleware
-from deployments.api.middleware import RequestMiddleware
+from deployments.api.middleware import TOGETHER, RequestMiddleware
 from deployments.api.request_context import RequestContext
 from deployments.app import SWITCH_S
 from deployments.auth.api_keys import ApiKey
@@ -55,6 +56,30 @@ async def test_one_queue_for_all_would_be_seen(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(FairTurns, "take", lambda turns, tenant: own(turns, ""))
     found = await begun(["heavy"] * MANY + ["light"])
     assert found.index("light") == MANY
+
+
+async def begun_a_round(tenants: list[str]) -> list[int]:
+    """How many requests begin in each round of the event loop in which any does."""
+    turns, found, passed = FairTurns(together=TOGETHER), Counter[int](), 0
+
+    async def request(tenant: str) -> None:
+        await turns.take(tenant)
+        found[passed] += 1
+
+    tasks = [asyncio.create_task(request(tenant)) for tenant in tenants]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        passed += 1
+    return list(found.values())
+
+
+async def test_requests_of_one_tenant_alone_begin_a_few_in_a_round() -> None:
+    assert await begun_a_round(["one"] * (2 * TOGETHER + 4)) == [1, TOGETHER, TOGETHER, 3]
+
+
+@pytest.mark.risk("R17")
+async def test_while_there_is_another_tenant_each_begins_in_a_round_of_its_own() -> None:
+    assert set(await begun_a_round(["one"] * 2 * TOGETHER + ["another"])) == {1}
 
 
 async def answered_by_the_proxy(keys: list[bytes]) -> list[bytes]:

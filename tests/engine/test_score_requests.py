@@ -1,6 +1,7 @@
 """Scoring through the engine: the same floats however the items are cut, shared, cached or accompanied."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from engine.batch.input_batch import ScheduledSequence, StepKind
+from engine.channels import CallQueue
 from engine.model_runner import scored_rows
 from engine.requests import EngineError, ErrorCode, GenerateRequest, RowStatus, ScoreRequest, ScoreResult
 from engine.scheduler.score_batcher import MAX_PASSED
@@ -230,6 +232,26 @@ async def test_jobs_with_different_labels_share_a_step(make_rig: MakeRig, score_
         alone = await rig.engine.score(score_job([1, 2, 3, index], [[4], [5, 6]], labels=labels))
         assert found.label_logprobs.shape == (2, len(labels))
         assert found.label_logprobs.tobytes() == alone.label_logprobs.tobytes()
+
+
+@pytest.mark.parametrize("honest", [True, False])
+async def test_requests_that_begin_in_one_round_of_the_loop_are_in_one_step(
+    make_rig: MakeRig, score_job: MakeScore, monkeypatch: pytest.MonkeyPatch, honest: bool
+) -> None:
+    """However long the loop takes to begin them. Planted beside it: each wakes the step thread."""
+    if not honest:
+        monkeypatch.setattr(CallQueue, "post_with_others", lambda queue, call, loop: queue.post(call))
+    steps: list[int] = []
+    rig = make_rig(before_step=lambda step: steps.append(len(step.requests())))
+
+    async def score(number: int) -> ScoreResult:
+        found = rig.engine.score(score_job([], [[number, 4, 5]]))
+        time.sleep(0.002)  # the step thread could begin meanwhile
+        return await found
+
+    await rig.engine.core.passed()  # the thread waits from here on
+    await asyncio.gather(*map(score, range(8)))
+    assert (steps == [8]) is honest
 
 
 def seen_sequences(rig: Any) -> list[ScheduledSequence]:

@@ -130,7 +130,7 @@ async def chat_ids(
         special, maximum = bool(body.add_special_tokens), handler.limits[limit]
         return encode_parts(handler.tokenizer, parts, add_special_tokens=special, max_tokens=maximum)
 
-    with handler.deadline(context, limit_s), handler.stage("tokenize"):
+    with handler.deadline(context, limit_s), handler.observer.timed("tokenize"):
         ids = await handler.in_thread(encode)
     if not ids:
         raise invalid("messages", "such that the chat template writes something", "messages without text")
