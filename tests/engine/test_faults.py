@@ -72,14 +72,14 @@ async def test_a_request_that_comes_while_the_thread_ends_is_answered(
         lambda: rig.engine.score(score_job([1], [[2]])),
     ]
     for submit in submits:
-        post = calls.post
+        post = calls.post_with_others
 
-        def late(call: Callable[[], None], post: Callable[..., None] = post) -> None:
-            calls.post = post
+        def late(call: Callable[[], None], loop: asyncio.AbstractEventLoop, post: Callable[..., None] = post) -> None:
+            calls.post_with_others = post
             rig.engine.stop()
-            post(call)
+            post(call, loop)
 
-        calls.post = late
+        calls.post_with_others = late
         (heard,) = await answers(submit())
         assert (heard.code, heard.admitted) == (ErrorCode.NOT_READY, True)
         rig.engine.start()

@@ -13,7 +13,7 @@ from deployments.config.sections import StreamArgs
 from deployments.config.settings import ApiSettings
 from deployments.errors import ApiError
 from deployments.limits import Limits, WireLimits
-from deployments.observability.ingress_metrics import IngressMetrics, Phase
+from deployments.observability.ingress_metrics import IngressMetrics, Phase, StageTimer
 from deployments.proxy_middleware import BEGUN, SCOPE_TELL
 from tests.support.toy_model import ByteTokenizer
 
@@ -318,7 +318,9 @@ async def test_the_observer_hears_of_every_request(backend: Any, wire_to: Any) -
     class Recorder(IngressMetrics):
         def __init__(self) -> None: ...
 
-        def __getattribute__(self, name: str) -> Callable[..., None]:
+        def __getattribute__(self, name: str) -> Callable[..., Any]:
+            if name == "timed":
+                return lambda stage: StageTimer(lambda seconds, stage: heard.append(("stage", stage, seconds)), stage)
             return lambda *args: heard.append((name, *args))
 
     app = build_api(backend, ByteTokenizer(), ApiSettings(), Recorder())
