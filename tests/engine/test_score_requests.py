@@ -245,9 +245,9 @@ async def test_requests_that_begin_in_one_round_of_the_loop_are_in_one_step(
     rig = make_rig(before_step=lambda step: steps.append(len(step.requests())))
 
     async def score(number: int) -> ScoreResult:
-        found = rig.engine.score(score_job([], [[number, 4, 5]]))
         time.sleep(0.002)  # the step thread could begin meanwhile
-        return await found
+        found: ScoreResult = await rig.engine.score(score_job([], [[number, 4, 5]]))
+        return found
 
     await rig.engine.core.passed()  # the thread waits from here on
     await asyncio.gather(*map(score, range(8)))
