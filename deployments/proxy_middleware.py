@@ -101,7 +101,7 @@ class FairTurns:
     """Lets requests begin one after another, tenants in turn, as fast as the event loop can follow.
 
     While there is one tenant alone, a few of its requests may begin together: what they send goes in one write, and
-    comes to another process together.
+    another process gets it together.
 
     A loop runs what is ready in the order in which it came. Where one tenant sends hundreds of requests together, the
     first thing that another one sends waits until the loop has begun all of them, and no queue behind it can make up
