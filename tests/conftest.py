@@ -136,15 +136,19 @@ def cluster() -> Iterator[Callable[..., str]]:
     import ray
     from ray import serve
 
+    from deployments.cli.launch import ray_node
+
     port = free_port()
     path = os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))
-    ray.init(
-        address="local",
-        num_cpus=8,
-        object_store_memory=100_000_000,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
+    ray_node.start(
+        lambda: ray.init(
+            address="local",
+            num_cpus=8,
+            object_store_memory=100_000_000,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
+        )
     )
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
 

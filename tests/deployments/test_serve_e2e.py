@@ -25,6 +25,7 @@ from tests.support import toy_model
 
 PROMPT = list(range(40, 57))
 SOAK = 1000
+PATIENCE_S = 240.0  # of a busy machine
 MEMORY_SLACK = 10 << 20  # 13 kB a request in 800: allocators round. Finer ones are for tests/chaos/test_leaks.py
 
 
@@ -55,7 +56,7 @@ class Service(NamedTuple):
 
     async def settled(self) -> None:
         """Waits until nothing is alive in any replica: the gauges are at zero."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 samples = await self.samples()
                 busy = [
@@ -86,9 +87,9 @@ def url(cluster: Callable[..., str], toy_args: dict[str, Any]) -> str:
 @pytest.fixture
 async def service(url: str) -> AsyncIterator[Service]:
     limits = httpx.Limits(max_connections=32)
-    async with httpx.AsyncClient(timeout=30, limits=limits, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits, trust_env=False) as http:
         service = Service(url, http)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while (await http.get(url + "/readyz")).status_code != 200:
                 await asyncio.sleep(0.05)
         yield service
@@ -135,7 +136,7 @@ async def raw(url: str, *headers: bytes) -> tuple[int, Any, bytes]:
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     lines = (f"GET {parts.path} HTTP/1.1".encode(), b"host: x", b"connection: close", *headers, b"", b"")
     writer.write(b"\r\n".join(lines))
-    answer = await asyncio.wait_for(reader.read(), 30)
+    answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
     writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
     status, _, named = head.partition(b"\r\n")
@@ -184,7 +185,7 @@ async def test_the_openai_sdk_reports_the_id_of_the_log(service: Service) -> Non
 
 
 async def test_calls_travel_over_links(service: Service) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while await service.total("assay_links", deployment="Ingress") < 2:
             await asyncio.sleep(0.05)
     calls = await service.total("assay_link_calls_total", deployment="Ingress")
@@ -259,10 +260,10 @@ async def test_another_caller_of_the_handle_gets_an_error_and_no_crash(
     service: Service, replicas: Any, name: str
 ) -> None:
     method, task, field = HOSTILE[name]
-    reply = await asyncio.to_thread(getattr(replicas, method).remote(task).result, timeout_s=60)
+    reply = await asyncio.to_thread(getattr(replicas, method).remote(task).result, timeout_s=PATIENCE_S)
     assert isinstance(reply, Failure)
     assert reply.field == field
-    good = await asyncio.to_thread(replicas.generate.remote(generate_task()).result, timeout_s=60)
+    good = await asyncio.to_thread(replicas.generate.remote(generate_task()).result, timeout_s=PATIENCE_S)
     assert isinstance(good, GenerateReply)
 
 
@@ -285,7 +286,7 @@ async def test_a_client_that_leaves_before_its_answer_frees_everything(service: 
     before = await service.total("assay_tokens_total", kind="generated")
     body = {"prompt": PROMPT, "max_tokens": 900, "n": 8, "ignore_eos": True}
     asked = 0
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while True:  # on a busy machine all of an answer may be there before the gauge
             asked += 1
             call = asyncio.create_task(service.post("/v1/completions", body))
@@ -407,8 +408,8 @@ async def test_tasks_of_one_call_are_answered_as_by_calls_of_their_own(replicas:
     rows = np.random.default_rng(5).integers(0, 250, (8, 12)).astype(np.int32)
     tasks = tuple(replace(score_task(), ids=row, starts=np.array([0, 12], np.int32)) for row in rows)
     calls = [replicas.score.remote(task) for task in tasks]
-    alone = [await asyncio.to_thread(call.result, timeout_s=60) for call in calls]
-    found = await asyncio.to_thread(replicas.score_batch.remote(tasks).result, timeout_s=60)
+    alone = [await asyncio.to_thread(call.result, timeout_s=PATIENCE_S) for call in calls]
+    found = await asyncio.to_thread(replicas.score_batch.remote(tasks).result, timeout_s=PATIENCE_S)
     assert [one.label_logprobs.tobytes() for one in found] == [one.label_logprobs.tobytes() for one in alone]
 
 
@@ -425,7 +426,7 @@ async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, r
     rng = np.random.default_rng(3)
     body = {
         "query": rng.integers(0, 250, 60).tolist(),
-        "items": rng.integers(0, 250, (4000, 200)).tolist(),
+        "items": rng.integers(0, 250, (2000, 200)).tolist(),
         "label_token_ids": [65, 66],
         "layout": "columns",
     }
@@ -439,7 +440,7 @@ async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, r
     await asyncio.gather(*(event.wait() for event in begun))
 
     call = asyncio.create_task(service.ok("/generative_scoring", body | {"cache_salt": "anew"}))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while await service.total("assay_step_tokens_sum", kind="score") < before + 20_000:
             assert not call.done()
     assert not any(stream.done() for stream in streams)
@@ -447,7 +448,7 @@ async def test_a_replica_that_dies_costs_its_clients_nothing(service: Service, r
     deadly = generate_task(prompt=np.array([5, toy_model.KILL], np.int32))
     killed = replicas.generate.remote(deadly, route=Route((max(running, key=running.__getitem__),), 0))
     with pytest.raises(RayActorError):
-        await asyncio.to_thread(killed.result, timeout_s=60)
+        await asyncio.to_thread(killed.result, timeout_s=PATIENCE_S)
     assert (await call)["columns"]["logprobs"] == expected
     assert await asyncio.gather(*streams) == told
     assert await service.total("assay_fanout_shards_sum") == shards + 2
@@ -467,14 +468,14 @@ class Sibling:
         self.names = names_of(serve.get_deployment_handle(context.deployment, context.app_name))
 
     async def beside(self, others: int) -> bool:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while self.own not in (names := self.names() or ()) or len(names) != others + 1:
                 await asyncio.sleep(0.01)
         return True
 
     async def stopped(self) -> bool:
         assert self.own in (self.names() or ())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while self.own in (self.names() or ()):
                 await asyncio.sleep(0.01)
         return True
@@ -487,12 +488,12 @@ def test_replicas_know_their_siblings_without_asking_them(cluster: Any) -> None:
     options: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0}, "graceful_shutdown_timeout_s": 60}
     siblings = serve.deployment(Sibling, num_replicas=2, **options)
     handle = serve.run(siblings.bind("first"), name="siblings", route_prefix=None)
-    assert handle.broadcast("beside", 1).results(timeout_s=60) == [True, True]
+    assert handle.broadcast("beside", 1).results(timeout_s=PATIENCE_S) == [True, True]
     # One that is stopped finishes its calls, and learns meanwhile that it is no longer one of them.
     stopped = handle.stopped.remote()
     serve.run(siblings.bind("second"), name="siblings", route_prefix=None)
-    assert stopped.result(timeout_s=60)
-    assert handle.broadcast("beside", 1).results(timeout_s=60) == [True, True]
+    assert stopped.result(timeout_s=PATIENCE_S)
+    assert handle.broadcast("beside", 1).results(timeout_s=PATIENCE_S) == [True, True]
     serve.delete("siblings")
 
 
@@ -516,14 +517,14 @@ def test_the_memory_test_would_see_a_leak(url: str, toy_args: dict[str, Any]) ->
     handle = serve.run(leaky.bind(AppArgs.model_validate(toy_args)), name="leaky", route_prefix=None)
 
     def resident() -> float:
-        families = handle.collect.remote().result(timeout_s=60).families
+        families = handle.collect.remote().result(timeout_s=PATIENCE_S).families
         found = next(family for family in families if family.name == "assay_process_resident_bytes").samples
         return float(found.split()[-1])
 
     memory = []
     for _ in range(3):
         for response in [handle.score.remote(score_task()) for _ in range(100)]:
-            response.result(timeout_s=60)
+            response.result(timeout_s=PATIENCE_S)
         memory.append(resident())
     serve.delete("leaky")
     assert memory[-1] - memory[0] > MEMORY_SLACK, memory

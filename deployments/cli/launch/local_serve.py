@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import yaml
 
 from deployments.cli.arguments import reason
-from deployments.cli.launch import bytecode, haproxy, ray_env
+from deployments.cli.launch import bytecode, haproxy, ray_env, ray_node
 from deployments.cli.launch.example import example_of, get
 from deployments.cli.launch.listening_ports import listeners
 from deployments.cli.launch.model_check import ModelCheck
@@ -142,7 +142,7 @@ def serve(file: Path, *, fast: bool = False) -> int:
         local = LocalService(config=read(file), name=str(file), fast=fast)
         local.refuse()
         local.run()
-    except CannotServe as error:
+    except (CannotServe, ray_node.NodeTooLate) as error:
         print(f"assay serve: {error}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:  # before there was anything to end
@@ -180,13 +180,15 @@ def _serve(
 
     with WithheldOutput(CannotServe) as output:
         try:
-            ray.init(
-                address="local",
-                namespace="serve",
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                num_cpus=max(4, os.cpu_count() or 1),  # logical CPUs: enough for all actors on a small machine
-                logging_level=logging.WARNING,
+            ray_node.start(
+                lambda: ray.init(
+                    address="local",
+                    namespace="serve",
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    num_cpus=max(4, os.cpu_count() or 1),  # logical CPUs: enough for all actors on a small machine
+                    logging_level=logging.WARNING,
+                )
             )
             for number in (signal.SIGINT, signal.SIGTERM):  # ray.init has set its own; a shell may ignore SIGINT
                 signal.signal(number, interrupt)

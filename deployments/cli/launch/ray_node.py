@@ -1,0 +1,47 @@
+"""Starts Ray on this machine, more than once if need be.
+
+Ray gives the raylet of a new node 30 s and raises a bare Exception after them. No option changes that, and a busy machine,
+or one that reads Ray's files for the first time, takes longer.
+"""
+
+from collections.abc import Callable
+
+import psutil
+
+TRIES = 3
+TOO_LATE = "timed out during startup"  # in the message of Ray's exception
+PROCESSES = ("gcs_server", "raylet")  # of a node; its others end with these
+
+
+class NodeTooLate(RuntimeError):
+    """Ray's node did not start in time, however often it was tried."""
+
+
+def start(init: Callable[[], object]) -> None:
+    """Calls `init`, a call of `ray.init` for a local cluster; again, without what it has left, if the node is too late.
+
+    Raises NodeTooLate after TRIES of them. This process must not have a node of Ray yet.
+    """
+    for _ in range(TRIES):
+        try:
+            init()
+            return
+        except Exception as error:
+            if TOO_LATE not in str(error):
+                raise
+            _kill_node()
+    raise NodeTooLate(f"Ray's node did not start within 30 s, {TRIES} times: the machine is too busy or lacks memory.")
+
+
+def _kill_node() -> None:
+    left = [child for child in psutil.Process().children() if _name(child) in PROCESSES]
+    for child in left:
+        child.kill()
+    psutil.wait_procs(left)
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return str(process.name())
+    except psutil.NoSuchProcess:
+        return ""
