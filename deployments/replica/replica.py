@@ -416,6 +416,8 @@ class ReplicaServer:
 
     async def canary(self) -> CanaryReply:
         health = self._args.health
+        if self._peers is not None and self._peers.refusal is not None:
+            return CanaryReply(self._replica, "mismatch", 0.0)
         failure, seconds = await self._canary.shared(health.timeout_s, SHARED_CANARY * health.period_s)
         return CanaryReply(self._replica, failure, seconds)
 
@@ -435,7 +437,12 @@ class ReplicaServer:
         return self._utilization.read(self.engine.stats())
 
     def check_health(self) -> None:
-        """Raises if the engine is lost or its thread hangs. Serve then replaces the replica."""
+        """Raises if the engine is lost, its thread hangs, or an older replica has other weights.
+
+        Serve then replaces this replica.
+        """
+        if self._peers is not None and self._peers.refusal is not None:
+            raise self._peers.refusal
         if not self.engine.is_lost(self._args.health.step_timeout_s):
             return
         if not self.engine.healthy:

@@ -3,20 +3,33 @@
 Answers of one application come from any of its replicas, and a request may be split over several. A replica joins the
 application's registry, one Ray actor, with the digest of its weights (`engine.model.weights_digest`). It is refused
 while another replica of the same configuration serves other weights.
+
+A registry that is lost with its node starts again elsewhere and knows no member. So each replica joins again every few
+seconds and says for how long it has been one: of two with different weights the younger is refused, though it may have
+joined the new registry first.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayActorError
 
+from deployments.periodic import PeriodicTask
+
 log = logging.getLogger("ray.serve")
 NAMESPACE = "assay"
 ALIVE_S = 2.0  # a member that does not answer within this time lives: it is busy
 ATTEMPTS = 3
+REJOIN_S = 10.0
+REFUSAL = (
+    "The weights of this replica (digest {digest}) are not those of replica {other}, which serves the same "
+    "configuration: the files under `model.path` differ between machines, or were changed in place. Make them the same "
+    "everywhere; to serve new files, deploy them under another path."
+)
 
 
 class OtherWeights(RuntimeError):
@@ -28,6 +41,7 @@ class Member(NamedTuple):
 
     digest: str
     handle: Any  # of its Ray actor
+    since: float  # when it first joined, on this process's monotonic clock
 
 
 async def is_alive(handle: Any) -> bool:
@@ -53,26 +67,32 @@ class WeightsRegistry:
         self._members: dict[str, dict[str, Member]] = {}
         self._lock = asyncio.Lock()
 
-    async def join(self, configuration: str, replica: str, digest: str, handle: Any) -> str | None:
-        """Lets a replica join.
+    async def join(
+        self, configuration: str, replica: str, digest: str, handle: Any, member_s: float = 0.0
+    ) -> str | None:
+        """Lets a replica join, or join again.
 
         Args:
             configuration: The options that decide which weights are right.
             replica: The replica's name.
             digest: The digest of its weights.
             handle: The replica's actor, which may end without leaving.
+            member_s: The seconds since it first joined.
 
         Returns:
-            The name of a living replica with other weights; None if there is none, and the replica has joined.
+            The name of a living replica with other weights that joined before; None if there is none, and the replica
+            has joined. Younger ones with other weights are members no more.
         """
         async with self._lock:
+            since = time.monotonic() - member_s
             members = self._members.setdefault(configuration, {})
             for name, member in tuple(members.items()):
                 if member.digest != digest and name != replica:
-                    if await self._alive(member.handle):
+                    if member.since <= since and await self._alive(member.handle):
+                        members.pop(replica, None)
                         return name
                     del members[name]
-            members[replica] = Member(digest, handle)
+            members[replica] = Member(digest, handle, since)
             return None
 
     async def leave(self, replica: str) -> bool:
@@ -83,12 +103,16 @@ class WeightsRegistry:
             return any(self._members.values())
 
 
-class WeightsPeers:
-    """Joins the registry of an application from within one of its replicas, which is a Ray actor."""
+class WeightsPeers(PeriodicTask):
+    """Joins the registry of an application from within one of its replicas, which is a Ray actor; again each period."""
+
+    period_s = REJOIN_S
 
     def __init__(self, application: str, replica: str) -> None:
+        super().__init__()
         self._name = f"assay-weights-{application}"
         self._replica = replica
+        self.refusal: OtherWeights | None = None  # since an older replica with other weights has joined again
 
     async def join(self, configuration: str, digest: str) -> None:
         """Joins with the digest of this replica's weights.
@@ -96,17 +120,21 @@ class WeightsPeers:
         Raises:
             OtherWeights: Another replica serves other weights.
         """
-        handle = ray.get_runtime_context().current_actor
-        other = await self._call("join", configuration, self._replica, digest, handle)
-        if other is not None:
-            raise OtherWeights(
-                f"The weights of this replica (digest {digest[:12]}) are not those of replica {other}, which serves "
-                "the same configuration: the files under `model.path` differ between machines, or were changed in "
-                "place. Make them the same everywhere; to serve new files, deploy them under another path."
-            )
+        self._configuration, self._digest, self._joined = configuration, digest, time.monotonic()
+        await self.look()
+        if self.refusal is not None:
+            raise self.refusal
+        self.start()
+
+    async def look(self) -> None:
+        """Joins, or joins again."""
+        handle, member_s = ray.get_runtime_context().current_actor, time.monotonic() - self._joined
+        other = await self._call("join", self._configuration, self._replica, self._digest, handle, member_s)
+        self.refusal = None if other is None else OtherWeights(REFUSAL.format(digest=self._digest[:12], other=other))
 
     async def leave(self) -> None:
         """Leaves. The registry ends with its last member."""
+        await self.stop()
         try:
             if not await self._call("leave", self._replica):
                 ray.kill(self._actor())

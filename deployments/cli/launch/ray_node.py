@@ -1,7 +1,7 @@
 """Starts Ray on this machine, more than once if need be.
 
-Ray gives the raylet of a new node 30 s and raises a bare Exception after them. No option changes that, and a machine that is
-busy, or reads the files of Ray for the first time, takes longer.
+Ray gives the raylet of a new node 30 s and raises a bare Exception after them. No option changes that. A machine that
+is busy, or reads the files of Ray for the first time, takes longer.
 """
 
 from collections.abc import Callable

@@ -52,6 +52,61 @@ async def test_of_replicas_that_join_together_one_kind_is_let_in(replicas: int) 
     assert refused == [index % 2 == 1 for index in range(replicas)]
 
 
+async def test_a_registry_that_was_lost_lets_the_older_replicas_decide() -> None:
+    """A new replica with other weights is the first to join the registry that starts again."""
+    registry = WeightsRegistry(Alive())
+    assert await registry.join("m", "new", "2", "N") is None
+    assert await registry.join("m", "a", "1", "A", 60.0) is None
+    assert await registry.join("m", "new", "2", "N", 5.0) == "a"
+    assert await registry.join("m", "b", "1", "B", 30.0) is None
+    assert await registry.join("m", "newer", "2", "M") in ("a", "b")
+    for name in "ab":
+        await registry.leave(name)
+    assert await registry.join("m", "new", "2", "N", 15.0) is None
+
+
+class Peers(WeightsPeers):
+    """Calls a registry of this process in place of a Ray actor."""
+
+    def __init__(self, replica: str, registry: WeightsRegistry) -> None:
+        super().__init__("registry-test", replica)
+        self.registry = registry
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await getattr(self.registry, method)(*args)
+
+    def _actor(self) -> Any:
+        return self.registry
+
+
+async def test_a_replica_that_is_refused_later_fails_its_health_check_and_its_canaries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="handle"))
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    before, after = WeightsRegistry(Alive()), WeightsRegistry(Alive())
+    old, new = Peers("old", before), Peers("new", after)
+    args = AppArgs.model_validate({"model": {"path": "toy"}, "router": {"link": "off"}})
+    server = ReplicaServer(args, "new", peers=new)
+    await old.join(f"{args.model!r} {args.speculation!r}", "1" * 64)
+    try:
+        await server.start(ToyModel())
+        server.check_health()
+        old.registry = after  # it has started again, and the new replica has joined first
+        await old.look()
+        await new.look()
+        with pytest.raises(OtherWeights, match="replica old"):
+            server.check_health()
+        assert (await server.canary()).failure == "mismatch"
+        await old.leave()
+        await new.look()
+        server.check_health()
+        assert (await server.canary()).failure is None
+    finally:
+        await server.leave()
+        server.stop()
+
+
 class Process:
     """A process that starts a replica of the toy model, as Serve's own do."""
 
