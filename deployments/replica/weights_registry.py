@@ -112,6 +112,7 @@ class WeightsPeers(PeriodicTask):
         super().__init__()
         self._name = f"assay-weights-{application}"
         self._replica = replica
+        self._joined: float | None = None
         self.refusal: OtherWeights | None = None  # since an older replica with other weights has joined again
 
     async def join(self, configuration: str, digest: str) -> None:
@@ -120,15 +121,17 @@ class WeightsPeers(PeriodicTask):
         Raises:
             OtherWeights: Another replica serves other weights.
         """
-        self._configuration, self._digest, self._joined = configuration, digest, time.monotonic()
+        self._configuration, self._digest = configuration, digest
         await self.look()
         if self.refusal is not None:
             raise self.refusal
+        self._joined = time.monotonic()
         self.start()
 
     async def look(self) -> None:
         """Joins, or joins again."""
-        handle, member_s = ray.get_runtime_context().current_actor, time.monotonic() - self._joined
+        handle = ray.get_runtime_context().current_actor
+        member_s = 0.0 if self._joined is None else time.monotonic() - self._joined
         other = await self._call("join", self._configuration, self._replica, self._digest, handle, member_s)
         self.refusal = None if other is None else OtherWeights(REFUSAL.format(digest=self._digest[:12], other=other))
 

@@ -108,21 +108,23 @@ async def test_a_replica_that_is_refused_later_fails_its_health_check_and_its_ca
 
 
 class Process:
-    """A process that starts a replica of the toy model, as Serve's own do."""
+    """A process that starts replicas of the toy model, one after another, as Serve's own do."""
 
-    def __init__(self, name: str, spread: float) -> None:
+    async def start(self, name: str, spread: float) -> str | None:
+        """Returns why the replica does not become ready."""
         os.environ["ASSAY_TEST_FAULTS"] = "1"
         args = AppArgs.model_validate({"model": {"path": "toy"}, "router": {"link": "off"}})
-        self._server = ReplicaServer(args, name, peers=WeightsPeers("registry-test", name))
-        self._spread = spread
-
-    async def start(self) -> str | None:
-        """Returns why the replica does not become ready."""
+        self._peers = WeightsPeers("registry-test", name)
+        self._server = ReplicaServer(args, name, peers=self._peers)
         try:
-            await self._server.start(ToyModel(spread=self._spread))
+            await self._server.start(ToyModel(spread=spread))
         except OtherWeights as refused:
             return str(refused)
         return None
+
+    async def join_again(self) -> str | None:
+        await self._peers.look()
+        return None if self._peers.refusal is None else str(self._peers.refusal)
 
     async def stop(self) -> None:
         await self._server.leave()
@@ -131,22 +133,29 @@ class Process:
 
 @pytest.mark.full
 def test_replicas_of_ray_with_other_weights_are_never_both_ready(cluster: Callable[..., str]) -> None:
-    kind = ray.remote(Process)
-    first, second, third = (kind.options(num_cpus=0).remote(name, spread) for name, spread in
-                            (("first", 2.5), ("second", 2.5), ("third", 1.5)))  # fmt: skip
-    ready = ray.get([first.start.remote(), third.start.remote()], timeout=300)
+    def registry_exists() -> bool:
+        actors = ray.util.list_named_actors(all_namespaces=True)
+        return {"name": "assay-weights-registry-test", "namespace": NAMESPACE} in actors
+
+    first, second, third = (ray.remote(Process).options(num_cpus=0).remote() for _ in range(3))
+    ready = ray.get([first.start.remote("first", 2.5), third.start.remote("third", 1.5)], timeout=300)
     assert sorted(one is None for one in ready) == [False, True]
-    refused, other = (third, "first") if ready[0] is None else (first, "third")
+    other = "first" if ready[0] is None else "third"
     message = ready[1] or ready[0]
     assert f"replica {other}" in message and "model.path" in message
-    same = ray.get(second.start.remote(), timeout=300)
+    same = ray.get(second.start.remote("second", 2.5), timeout=300)
     assert (same is None) == (other == "first")
-    for actor in {first, second, third} - {refused} if other == "first" else {third}:
-        ray.get(actor.stop.remote(), timeout=300)
-    assert "assay-weights-registry-test" not in [
-        one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE
-    ]
-    assert ray.get(kind.options(num_cpus=0).remote("fourth", 1.5).start.remote(), timeout=300) is None
+    ray.get([process.stop.remote() for process in (first, second, third)], timeout=300)
+    assert not registry_exists()
+    assert ray.get(first.start.remote("fourth", 1.5), timeout=300) is None
+
+    assert registry_exists()
+    ray.kill(ray.get_actor("assay-weights-registry-test", NAMESPACE), no_restart=False)
+    ray.get(second.start.remote("fifth", 2.5), timeout=300)  # refused, or the first of a registry that is empty
+    assert ray.get(first.join_again.remote(), timeout=300) is None
+    assert "replica fourth" in ray.get(second.join_again.remote(), timeout=300)
+    ray.get([process.stop.remote() for process in (first, second)], timeout=300)
+    assert not registry_exists()
 
 
 @pytest.mark.parametrize(
