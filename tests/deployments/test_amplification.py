@@ -216,7 +216,7 @@ async def test_the_loop_turns_beside_ten_texts_at_the_limit(api: Callable[..., F
 @pytest.mark.risk("R3", planted=True)
 async def test_without_limits_and_pieces_the_loop_would_stop(api: Callable[..., FastAPI]) -> None:
     unlimited = api(max_tokenize_bytes=1 << 30, max_tokenize_tokens=1 << 30, max_answer_bytes=1 << 40)
-    data = encoded({"prompt": "\u0301" * 1_500_000, "return_token_strs": True})
+    data = encoded({"prompt": "\u0301" * 600_000, "return_token_strs": True})
     whole: Fault = (handler, "encode", lambda body, maximum: [to_json(body)])
     in_pieces, pause = await pauses(unlimited, "/tokenize", data, whole, tries=4)
     print(f"R3 a text without limits: longest pause in pieces {1e3 * in_pieces:.0f} ms, whole {1e3 * pause:.0f} ms")
