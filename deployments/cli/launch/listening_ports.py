@@ -25,7 +25,7 @@ def listeners(root: int) -> list[Listener]:
     """Returns the listening sockets of `root` and its descendants, by port."""
     ours = descendants(root)
     found = [
-        Listener(one.laddr.ip, one.laddr.port, _name(one.pid), one.pid)
+        Listener(one.laddr.ip, one.laddr.port, process_name(one.pid), one.pid)
         for one in psutil.net_connections("tcp")
         if one.status == psutil.CONN_LISTEN and one.pid in ours
     ]
@@ -40,7 +40,8 @@ def descendants(root: int) -> set[int]:
         return {root}
 
 
-def _name(pid: int) -> str:
+def process_name(pid: int) -> str:
+    """Returns the name of a process, `?` once it has ended."""
     try:
         return str(psutil.Process(pid).name())
     except psutil.NoSuchProcess:

@@ -4,9 +4,12 @@ Ray gives the raylet of a new node 30 s and raises a bare Exception after them. 
 is busy, or reads the files of Ray for the first time, takes longer.
 """
 
+import contextlib
 from collections.abc import Callable
 
 import psutil
+
+from deployments.cli.launch.listening_ports import process_name
 
 TRIES = 3
 TOO_LATE = "timed out during startup"  # in the message of Ray's exception
@@ -34,14 +37,8 @@ def start(init: Callable[[], object]) -> None:
 
 
 def _kill_node() -> None:
-    left = [child for child in psutil.Process().children() if _name(child) in PROCESSES]
+    left = [child for child in psutil.Process().children() if process_name(child.pid) in PROCESSES]
     for child in left:
-        child.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended just now
+            child.kill()
     psutil.wait_procs(left)
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return str(process.name())
-    except psutil.NoSuchProcess:
-        return ""
