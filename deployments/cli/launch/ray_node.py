@@ -5,7 +5,7 @@ is busy, or reads the files of Ray for the first time, takes longer.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import psutil
 
@@ -23,8 +23,9 @@ class NodeTooLate(RuntimeError):
 def start(init: Callable[[], object]) -> None:
     """Calls `init`, a call of `ray.init` for a local cluster; again, without what it has left, if the node is too late.
 
-    Raises NodeTooLate after TRIES of them. This process must not have a node of Ray yet.
+    Raises NodeTooLate after TRIES of them. A node that this process has started before is left alone.
     """
+    before = _node_processes()
     for _ in range(TRIES):
         try:
             init()
@@ -32,13 +33,16 @@ def start(init: Callable[[], object]) -> None:
         except Exception as error:
             if TOO_LATE not in str(error):
                 raise
-            _kill_node()
+            _kill(_node_processes() - before)
     raise NodeTooLate(f"Ray's node did not start within 30 s, {TRIES} times: the machine is too busy or lacks memory.")
 
 
-def _kill_node() -> None:
-    left = [child for child in psutil.Process().children() if process_name(child.pid) in PROCESSES]
-    for child in left:
+def _node_processes() -> set[psutil.Process]:
+    return {child for child in psutil.Process().children() if process_name(child.pid) in PROCESSES}
+
+
+def _kill(processes: Collection[psutil.Process]) -> None:
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended just now
-            child.kill()
-    psutil.wait_procs(left)
+            process.kill()
+    psutil.wait_procs(processes)

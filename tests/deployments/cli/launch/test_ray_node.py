@@ -2,7 +2,7 @@
 
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,31 +12,48 @@ from deployments.cli.launch import ray_node
 TOO_LATE = Exception("The current node timed out during startup. This could happen because some of the raylet failed.")
 
 
+Processes = dict[str, "subprocess.Popen[bytes]"]
+
+
 @pytest.fixture
-def processes(tmp_path: Path) -> Iterator[dict[str, "subprocess.Popen[bytes]"]]:
-    """Three children: two are named as a node's are."""
+def children(tmp_path: Path) -> Iterator[Callable[..., Processes]]:
+    """`children(*names)` starts children of these names."""
     sleep = shutil.which("sleep")
     assert sleep is not None
-    started = {}
-    for name in (*ray_node.PROCESSES, "other"):
-        shutil.copy(sleep, tmp_path / name)
-        started[name] = subprocess.Popen([tmp_path / name, "600"])
-    yield started
-    for process in started.values():
+    started = list["subprocess.Popen[bytes]"]()
+
+    def begin(*names: str) -> Processes:
+        folder = tmp_path / str(len(started))
+        folder.mkdir()
+        found = {name: subprocess.Popen([shutil.copy(sleep, folder / name), "600"]) for name in names}
+        started.extend(found.values())
+        return found
+
+    yield begin
+    for process in started:
         process.kill()
         process.wait()
 
 
-def test_a_node_that_is_too_late_is_ended_before_the_next(processes: dict[str, "subprocess.Popen[bytes]"]) -> None:
-    alive: list[list[str]] = []
+def alive(processes: Processes) -> list[str]:
+    return [name for name, process in processes.items() if process.poll() is None]
+
+
+def test_a_node_that_is_too_late_is_ended_before_the_next_and_an_older_one_is_left_alone(
+    children: Callable[..., Processes],
+) -> None:
+    """The process of a test run may have a node, the session's cluster."""
+    older, calls, late = children(*ray_node.PROCESSES), [0], Processes()
 
     def init() -> None:
-        alive.append([name for name, process in processes.items() if process.poll() is None])
-        if len(alive) < ray_node.TRIES:
+        calls[0] += 1
+        if calls[0] == 1:
+            late.update(children(*ray_node.PROCESSES, "other"))
             raise TOO_LATE
+        assert alive(late) == ["other"]
 
     ray_node.start(init)
-    assert alive == [[*ray_node.PROCESSES, "other"], ["other"], ["other"]]
+    assert calls == [2] and alive(older) == list(ray_node.PROCESSES)
 
 
 @pytest.mark.parametrize(("raised", "expected", "calls"), [
