@@ -1,7 +1,7 @@
 """Renders the metrics of one process, and merges those of all processes into one exposition.
 
-A `Snapshot` crosses between processes. Each process renders its own samples, one family at a time so that its event
-loop goes on between two, with the labels `deployment` and `replica`; the process that is scraped only joins them.
+A `Snapshot` crosses between processes. Each process renders its own samples, in pieces between which its event loop
+goes on, with the labels `deployment` and `replica`; the process that is scraped only joins them.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 SECONDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5))[:-2]  # buckets of times
+PIECE = 64  # samples that are rendered at a stroke: a family has as many as its labels have values
 Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
@@ -47,18 +48,21 @@ def collected(registry: CollectorRegistry) -> tuple[Metric, ...]:
 
 
 async def snapshot(deployment: str, replica: str, metrics: Sequence[Metric]) -> Snapshot:
-    """Renders the metrics of a process, and lets its event loop go on after each family."""
-    families = []
+    """Renders the metrics of a process, and lets its event loop go on after every PIECE samples."""
+    families, labels = [], {"deployment": deployment, "replica": replica}
     for metric in metrics:
-        families.append(render(metric, {"deployment": deployment, "replica": replica}))
-        await asyncio.sleep(0)
+        pieces = []
+        for start in range(0, max(1, len(metric.samples)), PIECE):
+            pieces.append(render(metric, labels, start, start + PIECE))
+            await asyncio.sleep(0)
+        families.append(pieces[0]._replace(samples=b"".join(piece.samples for piece in pieces)))
     return Snapshot(deployment, replica, tuple(families))
 
 
-def render(metric: Metric, labels: Mapping[str, str]) -> RenderedFamily:
-    """Renders one metric, each sample with more labels."""
+def render(metric: Metric, labels: Mapping[str, str], start: int = 0, end: int | None = None) -> RenderedFamily:
+    """Renders one metric, each sample with more labels; of its samples those from `start` to before `end`."""
     own = Metric(metric.name, metric.documentation, metric.type)
-    own.samples = [sample._replace(labels={**sample.labels, **labels}) for sample in metric.samples]
+    own.samples = [sample._replace(labels={**sample.labels, **labels}) for sample in metric.samples[start:end]]
     about, kind, samples = generate_latest(_One(own)).split(b"\n", 2)
     return RenderedFamily(metric.name, about + b"\n" + kind + b"\n", samples)
 

@@ -390,6 +390,12 @@ async def test_a_scrape_of_a_hundred_processes_holds_no_loop() -> None:
     assert min([await longest_hold_s(own) for _ in range(TRIES)]) < 0.010
 
 
+async def test_a_family_that_is_rendered_in_pieces_is_the_same() -> None:
+    families = used_metrics()
+    assert max(len(family.samples) for family in families) > 2 * exposition.PIECE
+    assert await exposition.snapshot("Ingress", "i", families) == rendered("Ingress", "i", families)
+
+
 async def test_rendering_them_where_they_are_joined_would_hold_it() -> None:
     """The planted counterpart."""
     families = used_metrics()
